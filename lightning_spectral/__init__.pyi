@@ -111,7 +111,7 @@ from lightning_spectral.simulation import VirtualClock as VirtualClock
 from lightning_spectral.sweep.clients import compare_clients as compare_clients
 
 __version__: str
-from lightning_spectral.algorithms import SpectralStart as SpectralStart
+from lightning_spectral.algorithms.spectral.start import SpectralStart as SpectralStart
 from lightning_spectral.client import CalibratedLogits as CalibratedLogits
 from lightning_spectral.client import FixedBatchNorm as FixedBatchNorm
 from lightning_spectral.client import GradientClip as GradientClip

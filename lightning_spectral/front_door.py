@@ -12,9 +12,10 @@ from types import MappingProxyType, ModuleType
 _NAMES = {
     "algorithms": """
         Algorithm AlternatingFactors Ditto FIARSE FedAvg FedBuff FedDyn FrozenA LoRA PaddedFactors QFedAvg SampledTerms
-        Scaffold SpectralSharding SpectralStart StackedProducts StaleUpdates TruncatedProducts WidthSharding Zampling
-        cost_table largest_that_fits
+        Scaffold SpectralSharding StackedProducts StaleUpdates TruncatedProducts WidthSharding Zampling cost_table
+        largest_that_fits
     """,
+    "algorithms.spectral.start": "SpectralStart",
     "client": "CalibratedLogits FixedBatchNorm GradientClip MaskedLogits ProximalTerm",
     "designs": "Brewer ConditionalPoisson MinimumSupport SuccessiveSampling Systematic",
     "errors": "ClientError SpectralWarning",

@@ -46,6 +46,8 @@ def compare_clients(
     trainer: Mapping[str, Any],
     federated: Mapping[str, Federate] | None = None,
     clients: Sequence[int | str] | None = None,
+    leave_out: bool = True,
+    settings: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> dict[str, ClientTable]:
     """Compare models of single clients, a pooled one, federated ones, and those of the others, on clients' examples.
@@ -67,6 +69,8 @@ def compare_clients(
         trainer: Arguments of every Trainer, whose epochs are rounds, or passes over examples; its callbacks are copied.
         federated: Functions from your module to its federation, by name; by default FedAvg of all clients.
         clients: Ids or names of those that are trained alone and left out; by default all with held-out examples.
+        leave_out: Whether to train a federation of the others for each of these clients.
+        settings: What distinguishes this comparison from others in a report, such as ``{"alpha": 0.3}``.
         seed: Seed of initial weights and of plain training.
 
     Returns:
@@ -95,6 +99,8 @@ def compare_clients(
         known = first_of(list(able.values()), 20)
         raise ValueError(f"`clients` must be among those with held-out examples ({known}), got {unknown.pop()!r}.")
     chosen = [client for client in able if clients is None or {client, able[client]} & {*clients}]
+    if callable(federated):
+        raise TypeError(f"`federated` must map names to functions, got {federated!r}; write federated={{'mine': ...}}.")
     federated = federated or {"federated": partial(FederatedModule, participation=FullParticipation())}
     if wrong := [name for name in federated if str(name).replace("_", " ") in KINDS or not str(name).isidentifier()]:
         raise ValueError(f"`federated` maps identifiers other than 'alone' and 'pooled', got {wrong[0]!r}.")
@@ -104,7 +110,8 @@ def compare_clients(
 
     def new_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
         own = {**copy.deepcopy(dict(trainer)), **options, "enable_checkpointing": True}
-        own["callbacks"] = [*(own.get("callbacks") or ()), *callbacks]
+        given = own.get("callbacks") or ()
+        own["callbacks"] = [*([given] if isinstance(given, pl.Callback) else given), *callbacks]
         if (made := silent_trainer(**own)).world_size > 1:
             raise ValueError(f"One process compares clients, got {made.world_size}; write trainer={{'devices': 1}}.")
         return made
@@ -123,7 +130,7 @@ def compare_clients(
             own.batch_size = sizes if len({*sizes}) > 1 else sizes[0]
             own.val = Subset(own.train, val.indices.tolist()) if own.val is None and val.num_assigned else own.val
             last = LastCheckpoint(place, Path(CHECKPOINT).stem, enable_version_counter=False)
-            history = RoundHistory(place / RECORD, {"sweep": {"model": name.partition("/")[0]}})
+            history = RoundHistory(place / RECORD, {"sweep": {**(settings or {}), "model": name.partition("/")[0]}})
             made = new_trainer(last, *[history] * (federate is not None))
             with isolated_rng(seed, [made.strategy.root_device]), silence(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", EXPECTED)
@@ -145,7 +152,7 @@ def compare_clients(
         return [ClientRow(**row) for row in read_record(done).lines[0]["tables"][0]["rows"]]
 
     first, *_ = federated
-    rest = {client: [other for other in names if other != client] for client in chosen}
+    rest = {client: [other for other in names if other != client] for client in chosen if leave_out}
     # first of all, because a cohort of all clients is refused there
     others = {client: rows(f"of_the_others/{client}", of, federated[first]) for client, of in rest.items()}
     kinds = {ALONE: {client: rows(f"{ALONE}/{client}", [client]) for client in chosen}}

@@ -20,8 +20,8 @@ from lightning_spectral.report.compared import group_runs, groups_table, in_orde
 from lightning_spectral.report.measures import choose_metric, lower_is_better
 from lightning_spectral.report.page import write_report
 from lightning_spectral.report.runs import printable, read_runs
-from lightning_spectral.sweep.plan import FINISHED, OUTPUT, PlannedRun, SweepError, begin, planned_runs
-from lightning_spectral.sweep.run import resolved
+from lightning_spectral.sweep.plan import COMPARED, FINISHED, OUTPUT, PlannedRun, SweepError, begin, planned_runs
+from lightning_spectral.sweep.run import FEDERATED, resolved
 from lightning_spectral.tables import as_text
 
 DESCRIPTION = """\
@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seeds", type=_seeds, default=[], metavar="0,1,2", help="repeat each combination with these seeds")
     add("--jobs", type=at_least_one, default=1, metavar="N", help="how many runs at a time (default: %(default)s)")
     add("-o", "--output", type=Path, metavar="FOLDER", help="where runs are kept (default: sweeps/NAME_OF_THE_CONFIG)")
+    ends = "compare each run with a model of each client's data alone, and with one of all data"
+    add("--ends", action="store_true", help=ends)
     add("--target", type=float, metavar="VALUE", help="also report the cost of reaching this value of the metric")
     options, given = parser.parse_known_args(argv)
     configs = [text for path in options.config for text in ("--config", path)]
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runs = planned_runs(options.vary, options.seeds)
         with alone_in(folder):
-            return _sweep(runs, folder, [*configs, *given], options.jobs, options.target)
+            return _sweep(runs, folder, [*configs, *given], options.jobs, options.target, options.ends)
     except SweepError as error:
         _complain(str(error))
         return 2
@@ -66,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], jobs: int, target: float | None) -> int:
+def _sweep(
+    runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], jobs: int, target: float | None, ends: bool
+) -> int:
     mistakes: dict[str, list[PlannedRun]] = defaultdict(list)
     able = {}
     for run in runs:
@@ -79,19 +83,20 @@ def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], jobs:
         _complain(mistake if len(of) == len(runs) else f"{'; '.join(run.name for run in of)}: {mistake}")
     if not able:
         raise SweepError("no run can be trained")
-    waiting = {run: place for run, place in able.items() if not (place / FINISHED).is_file()}
+    done = COMPARED if ends else FINISHED
+    waiting = {run: place for run, place in able.items() if not (place / done).is_file()}
     if before := len(able) - len(waiting):
         print(f"{before} of {len(runs)} runs are finished already")
     if waiting:
         print(f"training {len(waiting)} runs; what each prints is in its folder, in {OUTPUT}", flush=True)
     begun = time.monotonic()
-    for number, (run, failure) in enumerate(_train_all(waiting, jobs), start=1):
+    for number, (run, failure) in enumerate(_train_all(waiting, jobs, ends), start=1):
         if failure:
             _complain(f"{run.name}: {failure} (see {able[run] / OUTPUT})")
         else:
             left = (time.monotonic() - begun) / number * (len(waiting) - number)
             print(f"[{before + number}/{len(able)}] {run.name}, {left / 60:.1f} min left", flush=True)
-    finished = [place for place in able.values() if (place / FINISHED).is_file()]
+    finished = [place / FEDERATED if ends else place for place in able.values() if (place / done).is_file()]
     if finished:
         try:
             metric, read, _ = choose_metric(read_runs(finished)[0])
@@ -106,7 +111,7 @@ def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], jobs:
     return int(len(finished) < len(runs))
 
 
-def _train_all(places: Mapping[PlannedRun, Path], jobs: int) -> Iterator[tuple[PlannedRun, str]]:
+def _train_all(places: Mapping[PlannedRun, Path], jobs: int, ends: bool) -> Iterator[tuple[PlannedRun, str]]:
     """Train runs, each in a process; yield each with why it failed, empty if it did not, as soon as it ends."""
     waiting, working = deque(places), dict[PlannedRun, Popen[bytes]]()
     try:
@@ -114,7 +119,7 @@ def _train_all(places: Mapping[PlannedRun, Path], jobs: int) -> Iterator[tuple[P
             while waiting and len(working) < jobs:
                 run = waiting.popleft()
                 command = [sys.executable, "-m", "lightning_spectral.sweep.run", str(places[run])]
-                command.append(json.dumps(run.settings))
+                command += [json.dumps(run.settings), *["ends"] * ends]
                 with (places[run] / OUTPUT).open("ab") as output:
                     # a session of its own: Ctrl-C reaches the sweep alone
                     working[run] = Popen(command, stdin=PIPE, stdout=output, stderr=STDOUT, start_new_session=True)

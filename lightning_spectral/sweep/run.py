@@ -14,16 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_spectral.plugin.callbacks import RoundHistory
+from lightning_spectral.plugin.callbacks import RoundCallback, RoundHistory
 from lightning_spectral.plugin.cli import FederatedCLI, errors_in_one_line, one_line
 from lightning_spectral.plugin.trainer import silence
 from lightning_spectral.report.runs import NAME as RECORD
-from lightning_spectral.sweep.plan import CHECKPOINT, CONFIG, FINISHED, SEED, LastCheckpoint, PlannedRun, SweepError
+from lightning_spectral.sweep.clients import compare_clients
+from lightning_spectral.sweep.plan import (
+    CHECKPOINT,
+    COMPARED,
+    CONFIG,
+    FINISHED,
+    SEED,
+    LastCheckpoint,
+    PlannedRun,
+    SweepError,
+)
 
+FEDERATED = "federated"  # among the models of a comparison
 OWN_ARGUMENTS = "LightningCLI's args parameter is intended"  # its warning: this process has arguments too
 
 
@@ -52,8 +63,14 @@ def resolved(given: Sequence[str], run: PlannedRun) -> str:
     return str(cli.parser.dump(cli.config, skip_none=False))
 
 
-def train(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Train a folder's run to its end, from its checkpoint if there is one; its ``settings`` are for the report."""
+def train(folder: Path, settings: Mapping[str, Any], ends: bool = False) -> None:
+    """Train a folder's run to its end, from its checkpoint if there is one.
+
+    Args:
+        folder: Where its config is.
+        settings: What distinguishes it from others in the report.
+        ends: Whether to train, beside its federation, a model of each client's data alone, and one of all data.
+    """
     for known in (OWN_ARGUMENTS, "Checkpoint directory .* exists and is not empty"):
         warnings.filterwarnings("ignore", known)
 
@@ -61,8 +78,7 @@ def train(folder: Path, settings: Mapping[str, Any]) -> None:
         """A command line whose Trainer keeps its record and its last round in the run's folder."""
 
         def instantiate_trainer(self, **options: Any) -> Trainer:
-            own = self.config_init.trainer.callbacks or []
-            listed: list[Callback] = list(own) if isinstance(own, Sequence) else [own]
+            listed = _listed(self.config_init.trainer.callbacks)
             kept = [one for one in listed if not isinstance(one, ProgressBar)]  # nobody would see its bars
             history = next((one for one in kept if isinstance(one, RoundHistory)), None) or RoundHistory()
             history.path, history.config = folder / RECORD, {"sweep": settings}
@@ -77,9 +93,45 @@ def train(folder: Path, settings: Mapping[str, Any]) -> None:
             )
 
     cli = Training(["--config", str(folder / CONFIG)], run=False, save_config_callback=None)
+    if ends:
+        _compare(cli, folder, settings)
+        return
     start = str(folder / CHECKPOINT) if (folder / CHECKPOINT).is_file() else None
     cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=start)
     (folder / FINISHED).touch()
+
+
+def _listed(callbacks: Any) -> list[Callback]:
+    return [*callbacks] if isinstance(callbacks, Sequence) else [callbacks] * (callbacks is not None)
+
+
+def _compare(cli: FederatedCLI, folder: Path, settings: Mapping[str, Any]) -> None:
+    """Compare the federation of a config with the two ends, on clients' held-out examples."""
+
+    def build(part: str) -> Any:
+        return cli.parser.instantiate_classes(cli.config)[part]
+
+    def federate(module: LightningModule) -> Any:
+        model = build("model")
+        model.module.load_state_dict(module.state_dict())
+        return model
+
+    given = vars(build("trainer"))
+    options = {name: value for name, value in given.items() if value is not None and name != "logger"}
+    options["callbacks"] = [
+        one for one in _listed(given["callbacks"]) if not isinstance(one, ProgressBar | RoundCallback)
+    ]
+    compare_clients(
+        lambda: build("model").module,
+        cli.datamodule,
+        folder,
+        trainer=options,
+        federated={FEDERATED: federate},
+        leave_out=False,
+        settings=settings,
+        seed=cli.config.seed_everything,
+    )
+    (folder / COMPARED).touch()
 
 
 def _end_with_sweep() -> None:
@@ -90,6 +142,6 @@ def _end_with_sweep() -> None:
 
 if __name__ == "__main__":  # as a sweep starts it, in a session of its own
     threading.Thread(target=_end_with_sweep, daemon=True).start()
-    path, settings = sys.argv[1:]
+    path, settings, *ends = sys.argv[1:]
     with errors_in_one_line():
-        train(Path(path), json.loads(settings))
+        train(Path(path), json.loads(settings), bool(ends))

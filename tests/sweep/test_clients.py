@@ -80,6 +80,7 @@ def test_every_model_is_what_plain_calls_make_and_an_interrupted_comparison_goes
         ({"data": ls.FederatedDataModule(TRAIN, ls.IIDPartitioner(3))}, "hold out examples, got 3 and 0; write Fed"),
         ({"clients": ["Bonn"]}, r"held-out examples \(Ulm, Graz, Bern\), got 'Bonn'"),
         ({"federated": [two]}, "`federated` maps identifiers"),
+        ({"federated": two}, r"got functools.partial.*; write federated={'mine': \.\.\.}"),
         ({"federated": {"pooled": two}}, "other than 'alone' and 'pooled', got 'pooled'"),
         ({"federated": {"all": partial(two, clients_per_round=3)}}, "at most num_clients=2, got 3; lower it"),
         ({"make": LitDropout()}, "write make=YourModule, without"),
@@ -96,7 +97,7 @@ def test_what_cannot_be_compared_is_refused_before_a_step(tmp_path: Path, option
 
 def test_a_folder_has_settings_once_something_was_trained_there(tmp_path: Path) -> None:
     compare = partial(ls.compare_clients, data=DATA, folder=tmp_path, clients=[0])
-    trainer: dict[str, Any] = {**TRAINER, "max_epochs": 1, "callbacks": None, "limit_val_batches": 0}
+    trainer: dict[str, Any] = {**TRAINER, "max_epochs": 1, "callbacks": pl.Callback(), "limit_val_batches": 0}
     moved = variant(LitDropout, lambda lit: lit.net[0].bias.data.add_(1.0))
     with pytest.raises(ValueError, match="One process"):
         compare(LitDropout, trainer={**trainer, "devices": 2})

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from lightning_spectral.plugin.cli import FederatedCLI
-from lightning_spectral.report.runs import read_runs
+from lightning_spectral.report.runs import read_record, read_runs
 from lightning_spectral.sweep.command import alone_in, main
 from lightning_spectral.sweep.plan import begin, differences, planned_runs
 from lightning_spectral.sweep.run import resolved, train
@@ -272,3 +272,18 @@ def test_a_record_from_before_the_first_checkpoint_is_removed_and_others_are_kep
         (tmp_path / name).unlink()
     begin(tmp_path, "{}")
     assert not (tmp_path / "rounds.jsonl").exists()
+
+
+def test_the_two_ends_stand_beside_each_federation(folder: Path, tmp_path: Path) -> None:
+    (run,) = planned_runs(["data.partitioner.alpha=1.0"], [3])
+    place = tmp_path / run.folder
+    begin(place, resolved(["--config", "run.yaml", "--data.client_val_fraction=0.3", *run.arguments], run))
+    for _ in range(2):  # the second trains nothing
+        train(place, run.settings, ends=True)
+    (found,), _ = read_runs([place / "federated"])
+    assert found.config["sweep"] == {"alpha": "1.0", "seed": 3, "model": "federated"}
+    lines = read_record(place / "federated" / "rounds.jsonl").lines
+    assert sum("trained" in line for line in lines) == 2
+    columns = lines[-1]["tables"]["val_loss/tables/clients"]["columns"]
+    assert {f"val_loss, {kind}" for kind in ("alone", "pooled", "federated")} < {*columns}
+    assert [(place / name).is_file() for name in ("compared", "finished")] == [True, False]

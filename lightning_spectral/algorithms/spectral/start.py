@@ -24,6 +24,8 @@ from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
 from lightning_spectral.nn.plan.planner import plan_of
 from lightning_spectral.protocol.cohort import Workers
 
+__all__ = ["SpectralStart", "StartReport", "spectral_start"]
+
 
 def matrices_of(module: nn.Module, plan: ModulePlan) -> dict[str, Tensor]:
     """The sharded matrices of a module by the names of the plan's blocks and in their order, detached."""

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,8 +20,8 @@ from lightning_spectral.report.compared import group_runs, groups_table, in_orde
 from lightning_spectral.report.measures import choose_metric, lower_is_better
 from lightning_spectral.report.page import write_report
 from lightning_spectral.report.runs import printable, read_runs
-from lightning_spectral.sweep.plan import COMPARED, FINISHED, OUTPUT, PlannedRun, SweepError, begin, planned_runs
-from lightning_spectral.sweep.run import FEDERATED, resolved
+from lightning_spectral.sweep.plan import FINISHED, OUTPUT, PlannedRun, SweepError, begin, planned_runs
+from lightning_spectral.sweep.run import COMPARED, FEDERATED, resolved
 from lightning_spectral.tables import as_text
 
 DESCRIPTION = """\
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runs = planned_runs(options.vary, options.seeds)
         with alone_in(folder):
-            return _sweep(runs, folder, [*configs, *given], options.jobs, options.target, options.ends)
+            return _sweep(runs, folder, [*configs, *given], options)
     except SweepError as error:
         _complain(str(error))
         return 2
@@ -68,9 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _sweep(
-    runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], jobs: int, target: float | None, ends: bool
-) -> int:
+def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], options: Namespace) -> int:
     mistakes: dict[str, list[PlannedRun]] = defaultdict(list)
     able = {}
     for run in runs:
@@ -83,20 +81,20 @@ def _sweep(
         _complain(mistake if len(of) == len(runs) else f"{'; '.join(run.name for run in of)}: {mistake}")
     if not able:
         raise SweepError("no run can be trained")
-    done = COMPARED if ends else FINISHED
+    done = COMPARED if options.ends else FINISHED
     waiting = {run: place for run, place in able.items() if not (place / done).is_file()}
     if before := len(able) - len(waiting):
         print(f"{before} of {len(runs)} runs are finished already")
     if waiting:
         print(f"training {len(waiting)} runs; what each prints is in its folder, in {OUTPUT}", flush=True)
     begun = time.monotonic()
-    for number, (run, failure) in enumerate(_train_all(waiting, jobs, ends), start=1):
+    for number, (run, failure) in enumerate(_train_all(waiting, options.jobs, options.ends), start=1):
         if failure:
             _complain(f"{run.name}: {failure} (see {able[run] / OUTPUT})")
         else:
             left = (time.monotonic() - begun) / number * (len(waiting) - number)
             print(f"[{before + number}/{len(able)}] {run.name}, {left / 60:.1f} min left", flush=True)
-    finished = [place / FEDERATED if ends else place for place in able.values() if (place / done).is_file()]
+    finished = [place / FEDERATED if options.ends else place for place in able.values() if (place / done).is_file()]
     if finished:
         try:
             metric, read, _ = choose_metric(read_runs(finished)[0])
@@ -104,7 +102,7 @@ def _sweep(
             table = groups_table(groups, metric, lower_is_better(metric))
             shown = as_text([[tuple(map(str, row)) for row in (table.columns, *table.rows)]])
             print("", shown, "", *filter(None, [on_repetitions(groups, metric)]), sep="\n")
-            print(f"wrote {write_report(finished, folder / 'report.html', target=target)[0]}")
+            print(f"wrote {write_report(finished, folder / 'report.html', target=options.target)[0]}")
         except (ModuleNotFoundError, ReportError) as error:
             _complain(str(error))
             return 1

@@ -23,18 +23,9 @@ from lightning_spectral.plugin.cli import FederatedCLI, errors_in_one_line, one_
 from lightning_spectral.plugin.trainer import silence
 from lightning_spectral.report.runs import NAME as RECORD
 from lightning_spectral.sweep.clients import compare_clients
-from lightning_spectral.sweep.plan import (
-    CHECKPOINT,
-    COMPARED,
-    CONFIG,
-    FINISHED,
-    SEED,
-    LastCheckpoint,
-    PlannedRun,
-    SweepError,
-)
+from lightning_spectral.sweep.plan import CHECKPOINT, CONFIG, FINISHED, SEED, LastCheckpoint, PlannedRun, SweepError
 
-FEDERATED = "federated"  # among the models of a comparison
+FEDERATED, COMPARED = "federated", "compared"  # a model of a comparison, and a file that exists once it is finished
 OWN_ARGUMENTS = "LightningCLI's args parameter is intended"  # its warning: this process has arguments too
 
 
@@ -64,12 +55,9 @@ def resolved(given: Sequence[str], run: PlannedRun) -> str:
 
 
 def train(folder: Path, settings: Mapping[str, Any], ends: bool = False) -> None:
-    """Train a folder's run to its end, from its checkpoint if there is one.
+    """Train a folder's run to its end, from its checkpoint if there is one, or compare it with the ``ends``.
 
-    Args:
-        folder: Where its config is.
-        settings: What distinguishes it from others in the report.
-        ends: Whether to train, beside its federation, a model of each client's data alone, and one of all data.
+    Its ``settings`` are for the report.
     """
     for known in (OWN_ARGUMENTS, "Checkpoint directory .* exists and is not empty"):
         warnings.filterwarnings("ignore", known)
@@ -116,11 +104,9 @@ def _compare(cli: FederatedCLI, folder: Path, settings: Mapping[str, Any]) -> No
         model.module.load_state_dict(module.state_dict())
         return model
 
-    given = vars(build("trainer"))
-    options = {name: value for name, value in given.items() if value is not None and name != "logger"}
-    options["callbacks"] = [
-        one for one in _listed(given["callbacks"]) if not isinstance(one, ProgressBar | RoundCallback)
-    ]
+    options = {name: value for name, value in vars(build("trainer")).items() if value is not None and name != "logger"}
+    listed = _listed(options.get("callbacks"))
+    options["callbacks"] = [one for one in listed if not isinstance(one, ProgressBar | RoundCallback)]
     compare_clients(
         lambda: build("model").module,
         cli.datamodule,

@@ -341,11 +341,11 @@ def effective_lr_factors(multipliers: Tensor, tau: float) -> Tensor:
     return (tau / multipliers).clamp(max=1.0)
 
 
-def weight_lr_factors(u: Tensor, multipliers: Tensor, v: Tensor, bound: float) -> Tensor:
+def weight_lr_factors(squared_lengths: Tensor, multipliers: Tensor, bound: float) -> Tensor:
     r"""Factors :math:`\min(1, b / (\omega_i^2 (|u_i|^2 + |v_i|^2)))` for the gradients of the two vectors of each term.
 
-    A step of plain gradient descent on u, shape ``(c_out, n)``, and v, shape ``(n, c_in k)``, with the gradient G of
-    the weight, moves the weight by
+    Their sums of squares are given. A step of plain gradient descent on u, shape ``(c_out, n)``, and v, shape ``(n,
+    c_in k)``, with the gradient G of the weight, moves the weight by
 
     .. math:: -\eta \sum_i \omega_i^2 \big(|v_i|^2\, G \hat v_i^T \hat v_i + |u_i|^2\, \hat u_i \hat u_i^T G\big) ,
 
@@ -361,7 +361,7 @@ def weight_lr_factors(u: Tensor, multipliers: Tensor, v: Tensor, bound: float) -
         small terms stay as stable as they are.
     """
     WEIGHT_LR("bound", bound)
-    root = multipliers * (u.square().sum(0) + v.square().sum(1)).sqrt()  # its square may overflow
+    root = multipliers * squared_lengths.sqrt()  # its square may overflow
     return (bound / root / root).clamp(max=1.0)
 
 

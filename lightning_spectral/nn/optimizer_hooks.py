@@ -155,25 +155,30 @@ class TermRates:
     @torch.no_grad()
     def start_client(self) -> None:
         """Compute the factors of the terms that the layers hold now, and look which multipliers are all 1."""
-        found = [self.factors(layer) for layer in self._layers]
-        # without values, the largest terms count as too large, and multipliers as small
-        looks: list[list[bool]] = [[self.clip_weight_lr < math.inf, True] for _ in found]
-        if found and has_values(found[0]):
-            flags = [(each < 1.0).any() for each in found] + [(layer.omega != 1.0).any() for layer in self._layers]
-            looks = torch.stack(flags).view(2, -1).T.tolist()  # read from the device at once
         self._scaled = []
-        for layer, factors, (is_too_fast, multiplies) in zip(self._layers, found, looks, strict=True):
+        if not self._layers:
+            return
+        omegas = [layer.omega for layer in self._layers]
+        sizes, omega = [len(own) for own in omegas], torch.cat(omegas)  # of all layers, which starts fewer kernels
+        factors = torch.split(self.factors(omega), sizes)
+        # without values, the largest terms count as too large, and multipliers as small
+        looks: list[list[bool]] = [[self.clip_weight_lr < math.inf, True] for _ in sizes]
+        if has_values(omega):
+            flags = [own.any() for each in (torch.cat(factors) < 1.0, omega != 1.0) for own in torch.split(each, sizes)]
+            looks = torch.stack(flags).view(2, -1).T.tolist()  # read from the device at once
+        for layer, own, (is_too_fast, multiplies) in zip(self._layers, factors, looks, strict=True):
             layer.multiplies = multiplies
             if is_too_fast:
-                self._scaled += _of_both_vectors(layer, factors)
+                self._scaled += _of_both_vectors(layer, own)
 
-    def factors(self, layer: SingularTerms) -> Tensor:
-        """The factor of each term that a layer holds, shape ``(n,)``."""
+    def factors(self, omega: Tensor) -> Tensor:
+        """The factor of each term that the layers hold, one layer after another, of all multipliers likewise."""
         # Both vectors of a drawn term have equal length, so v stands in for a u without some of its rows, whose norm
         # would allow too long a step.
-        u = layer.u if layer.has_all_rows else layer.v.T
-        of_weight = weight_lr_factors(u, layer.omega, layer.v, self.clip_weight_lr)
-        return torch.minimum(effective_lr_factors(layer.omega, self.clip_tau), of_weight)
+        lefts = [(layer.u if layer.has_all_rows else layer.v.T).square().sum(0) for layer in self._layers]
+        squares = torch.cat(lefts) + torch.cat([layer.v.square().sum(1) for layer in self._layers])
+        of_weight = weight_lr_factors(squares, omega, self.clip_weight_lr)
+        return torch.minimum(effective_lr_factors(omega, self.clip_tau), of_weight)
 
     def acting(self, optimizer: Optimizer) -> Callable[[], None]:
         """What to do before each step; parameters that this optimizer does not step are left unchanged."""

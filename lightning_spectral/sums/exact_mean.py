@@ -31,13 +31,18 @@ SMALL = 2**12  # values in a tensor up to which starting an operation takes long
 def largest_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Largest absolute value of each tensor, NaN if it holds one, 0 if it is empty, in one read from the device."""
     magnitudes = dict.fromkeys(tensors, 0.0)
-    if filled := [name for name, tensor in tensors.items() if tensor.numel()]:
+    filled = {n: t if t.is_floating_point() else t.double() for n, t in tensors.items() if t.numel()}
+    if not filled:
+        return magnitudes
+    values = list(filled.values())
+    if {tensor.device.type for tensor in values} == {"cpu"}:
         # several times as fast on a CPU as the infinity norm of `torch._foreach_norm`, which is not vectorised there
-        ends = [end for name in filled for end in torch.aminmax(tensors[name])]
-        exact = [end if end.is_floating_point() else end.double() for end in ends]
-        found = torch.stack(exact).view(-1, 2).abs().amax(1)
-        magnitudes.update(zip(filled, found.tolist(), strict=True))
-    return magnitudes
+        found = torch.stack([end for tensor in values for end in torch.aminmax(tensor)]).view(-1, 2).abs().amax(1)
+    else:  # a GPU reads all tensors of a type in one operation
+        kinds = {tensor.dtype for tensor in values}
+        norms = {kind: iter(torch._foreach_norm([t for t in values if t.dtype is kind], math.inf)) for kind in kinds}
+        found = torch.stack([next(norms[tensor.dtype]) for tensor in values])
+    return magnitudes | dict(zip(filled, found.tolist(), strict=True))
 
 
 def can_be_summed(magnitude: float) -> bool:
@@ -294,9 +299,9 @@ class MeanChange(RunningMean):
     @cached_property
     def _small(self) -> tuple[Tensors, Tensor]:
         """Small tensors, which all clients hold whole, and their sums, one after another, of which each has a view."""
-        whole = {n: t for n, t in self._rows.items() if t.ndim == 1 and n not in self._dims and n not in self.counts}
-        kind = torch.float32, next((t.device for t in whole.values()), None)
-        rows = {name: t for name, t in whole.items() if (t.dtype, t.device) == kind and len(t) <= SMALL}
+        whole = {n: t for n, t in self._rows.items() if t.ndim == 1 and n not in self._dims}
+        kinds = [(t.dtype, t.device) for t in whole.values() if t.dtype in (torch.float32, torch.float64)]
+        rows = {n: t for n, t in whole.items() if (t.dtype, t.device) in kinds[:1] and len(t) <= SMALL}
         together = torch.cat([self._sums[name] for name in rows] or [torch.empty(0)])
         self._sums |= zip(rows, torch.split(together, [len(t) for t in rows.values()]), strict=True)
         return rows, together
@@ -359,6 +364,7 @@ class MeanChange(RunningMean):
         weight_in_steps = self.weights.in_steps(weight) if self.is_fixed else self.weights.add(weight)
         small, together = self._small
         near = all(self._largest[name] + magnitudes[name] <= NEAR * self._units[name] for name in small)
+        near &= not (self.is_fixed and self.counts)  # which are not added again
         if near and len({tensors[name].dtype for name in small}) == 1:
             given, starts = (torch.cat([each[name].reshape(-1) for name in small]) for each in (tensors, small))
             steps = (given if is_change else given - starts).double()

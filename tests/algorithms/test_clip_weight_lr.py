@@ -27,6 +27,10 @@ from lightning_spectral.protocol.records import Download, WorkUnit
 flat_spectra = pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning")
 
 
+def lr_factors(u: Tensor, omega: Tensor, v: Tensor, bound: float) -> Tensor:
+    return weight_lr_factors(u.square().sum(0) + v.square().sum(1), omega, bound)
+
+
 @contextmanager
 def sub_model(
     algorithm: Any, server: nn.Module, keep_ratio: float, lr: float, weight_decay: float = 0.0
@@ -171,10 +175,10 @@ class TestInAFit:
                 scale()
                 for name, layer in layers.items():
                     u, omega, v = (sent["download"].tensors[f"{name}.{part}"] for part in ("u", "omega", "v"))
-                    factors = torch.minimum(effective_lr_factors(omega, 3.0), weight_lr_factors(u, omega, v, 1.0))
+                    factors = torch.minimum(effective_lr_factors(omega, 3.0), lr_factors(u, omega, v, 1.0))
                     assert torch.equal(layer.u.grad, before[name][0] * factors)
                     assert torch.equal(layer.v.grad, before[name][1] * factors[:, None])
-                    now = weight_lr_factors(layer.u.detach(), omega, layer.v.detach(), 1.0)
+                    now = lr_factors(layer.u.detach(), omega, layer.v.detach(), 1.0)
                     steps.append((sent["download"].unit, factors, torch.minimum(effective_lr_factors(omega, 3.0), now)))
 
             return spied

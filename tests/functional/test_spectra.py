@@ -35,6 +35,10 @@ from lightning_spectral.functional.spectra import (
 EPS = torch.finfo(torch.float64).eps
 
 
+def lr_factors(u: Tensor, omega: Tensor, v: Tensor, bound: float) -> Tensor:
+    return weight_lr_factors(u.square().sum(0) + v.square().sum(1), omega, bound)
+
+
 def with_singular_values(values: Tensor, columns: int, seed: int) -> Tensor:
     """A matrix in float64 with these singular values, random singular vectors, and as many rows as values."""
     generator = torch.Generator().manual_seed(seed)
@@ -552,7 +556,7 @@ def drawn(request: pytest.FixtureRequest) -> Terms:
 def test_without_a_bound_the_fastest_direction_pairs_the_largest_left_with_the_largest_right_vector(drawn):
     """u_i v_j^T is an eigenvector with omega_i^2 |u_i|^2 + omega_j^2 |v_j|^2, for every i and j."""
     pairs = [float(left + right) for left in drawn.of_left for right in drawn.of_right]
-    free = weight_lr_factors(*drawn, math.inf)
+    free = lr_factors(*drawn, math.inf)
     assert torch.equal(free, torch.ones_like(drawn.omega))
     assert largest_rate(drawn, free) == pytest.approx(max(pairs), rel=rounding(drawn), abs=0)
     matrix = operator(drawn, free)
@@ -565,7 +569,7 @@ def test_without_a_bound_the_fastest_direction_pairs_the_largest_left_with_the_l
 
 @pytest.mark.parametrize("bound", [0.1, 1.0, 30.0])
 def test_with_a_bound_no_direction_is_faster_and_the_fastest_term_is_as_fast(drawn: Terms, bound: float) -> None:
-    free, fastest = float(drawn.speeds.max()), largest_rate(drawn, weight_lr_factors(*drawn, bound))
+    free, fastest = float(drawn.speeds.max()), largest_rate(drawn, lr_factors(*drawn, bound))
     assert fastest <= bound * (1 + rounding(drawn))
     assert fastest == pytest.approx(min(bound, free), rel=rounding(drawn), abs=0)
 
@@ -580,7 +584,7 @@ def test_the_fastest_directions_are_bounded_in_some_cases_and_left_in_others() -
 
 @pytest.mark.parametrize("bound", [0.1, 1.0, 30.0])
 def test_slow_terms_are_left_exactly_as_they_were_and_fast_ones_brought_to_the_bound(drawn, bound):
-    for i, factor in enumerate(weight_lr_factors(*drawn, bound).tolist()):
+    for i, factor in enumerate(lr_factors(*drawn, bound).tolist()):
         # a slow oracle in plain numbers; each of the sums below rounds at most once per entry
         lengths = sum(x * x for x in drawn.u[:, i].tolist()) + sum(x * x for x in drawn.v[i].tolist())
         speed = float(drawn.omega[i]) ** 2 * lengths
@@ -594,7 +598,7 @@ def test_a_dense_layer_has_learning_rate_one_in_every_direction() -> None:
     even = Terms(slow.u, slow.omega, slow.v * 0.5**0.5 / slow.v.norm(dim=1)[:, None])
     fast = Terms(10 * even.u, even.omega, 10 * even.v)
     for held in (even, fast):
-        matrix = operator(held, weight_lr_factors(*held, 1.0))
+        matrix = operator(held, lr_factors(*held, 1.0))
         torch.testing.assert_close(matrix, torch.eye(16).double(), rtol=0, atol=rounding(held))
     without = operator(fast, torch.ones(4).double())  # negative control
     torch.testing.assert_close(without, 100 * torch.eye(16).double(), rtol=0, atol=100 * rounding(fast))
@@ -603,7 +607,7 @@ def test_a_dense_layer_has_learning_rate_one_in_every_direction() -> None:
 @pytest.mark.parametrize("shape", CASES, ids=str)
 def test_where_the_two_vectors_differ_in_length_a_direction_is_at_most_twice_as_fast(shape):
     terms = orthogonal_terms(*shape, seed=1, balanced=False)
-    assert largest_rate(terms, weight_lr_factors(*terms, 1.0)) <= 2 * (1 + rounding(terms))
+    assert largest_rate(terms, lr_factors(*terms, 1.0)) <= 2 * (1 + rounding(terms))
 
 
 def test_twice_as_fast_is_reached() -> None:
@@ -611,7 +615,7 @@ def test_twice_as_fast_is_reached() -> None:
     lengths = torch.tensor([1e3, 1e-3]).double()
     terms = Terms(torch.diag(lengths), torch.ones(2).double(), torch.diag(lengths.flip(0)))
     # the other vectors have a share of 1e-12 in the speeds
-    assert largest_rate(terms, weight_lr_factors(*terms, 1.0)) == pytest.approx(2.0, rel=2e-12, abs=0)
+    assert largest_rate(terms, lr_factors(*terms, 1.0)) == pytest.approx(2.0, rel=2e-12, abs=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -620,10 +624,10 @@ def test_terms_of_size_zero_and_huge_multipliers_have_factors(dtype: torch.dtype
     """The square of a multiplier may be beyond the type, where the factor is not."""
     largest = torch.finfo(dtype).max
     omega = torch.tensor([1.0, largest**0.5 * 4, largest / 2], dtype=dtype)
-    factors = weight_lr_factors(torch.zeros(2, 3, dtype=dtype), omega, torch.zeros(3, 2, dtype=dtype), bound)
+    factors = lr_factors(torch.zeros(2, 3, dtype=dtype), omega, torch.zeros(3, 2, dtype=dtype), bound)
     assert torch.equal(factors, torch.ones(3, dtype=dtype))
     u = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.25, 0.25]], dtype=dtype)
-    factors = weight_lr_factors(u, omega, u.T, bound)
+    factors = lr_factors(u, omega, u.T, bound)
     speeds = [2 * w * w * s for w, s in zip(omega.double().tolist(), (4, 1 / 16, 1 / 16), strict=True)]
     expected = [min(1.0, bound / speed) for speed in speeds]
     # a root, a product and two divisions round; the smallest factor may be below what the type holds
@@ -635,4 +639,4 @@ def test_terms_of_size_zero_and_huge_multipliers_have_factors(dtype: torch.dtype
 def test_a_bound_that_is_not_positive_is_refused_with_the_remedy(bound: float) -> None:
     one = torch.ones(1, 1)
     with pytest.raises(ValueError, match=r"`bound` must be positive, got .*use float\('inf'\) for no bound"):
-        weight_lr_factors(one, torch.ones(1), one, bound)
+        lr_factors(one, torch.ones(1), one, bound)

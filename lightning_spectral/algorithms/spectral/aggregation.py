@@ -28,7 +28,7 @@ class TrainedTerms(NamedTuple):
         u: Left vectors after training, shape ``(held rows, n)``.
         v: Right vectors after training, shape ``(n, c_in k)``.
         magnitudes: The largest magnitude of each.
-        multipliers: Returns the multipliers that were sent, shape ``(n,)``; computed only where they are used.
+        multipliers: Returns the multipliers that were sent, ``(n,)``, on the CPU; computed only where they are used.
     """
 
     terms: Tensor
@@ -163,11 +163,11 @@ class MeanOfMatrices(LayerMean):
         return torch.promote_types(self.u.dtype, torch.float32)
 
     def add(self, client: TrainedTerms, weight: float) -> None:
-        omega = client.multipliers().double()
+        omega = client.multipliers().to(self.v.device, torch.float64)
         matrix = self._matrix(client, omega)
         holders, multiples = omega.new_zeros(len(self.v)), omega.new_full((len(self.v),), -1.0)
         holders[client.terms], multiples[client.terms] = 1.0, omega - 1.0
-        self.running.add({"holders": holders, "multiples": multiples, "matrix": matrix}, weight)
+        self.running.add_change({"holders": holders, "multiples": multiples, "matrix": matrix}, weight)  # of zeros
 
     def _matrix(self, client: TrainedTerms, omega: Tensor) -> Tensor:
         """How far a client's training moved its own matrix."""
@@ -180,7 +180,7 @@ class MeanOfMatrices(LayerMean):
         """A bound on the matrix, which is multiplied out only if the bound is too large."""
         omega, (u, v), (u_after, v_after) = client.multipliers().double(), self._before, client.magnitudes
         bound = len(client.terms) * float(omega.abs().max()) * ((u_after + u) * v_after + u * (v_after + v))
-        return largest_within(bound, lambda: self._matrix(client, omega))
+        return largest_within(bound, lambda: self._matrix(client, omega.to(self.v.device)))
 
     def weight_change(self) -> Tensor:
         return with_absent_rows(self.running.change("matrix"), len(self.u))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -557,7 +557,7 @@ class LayerRound:
             upload.tensors[u],
             upload.tensors[v],
             magnitudes=(upload.largest[u], upload.largest[v]),
-            multipliers=lambda: self.draws.multipliers(receipt.capacity, terms.cpu()).to(self.mean.u),
+            multipliers=cache(lambda: self.draws.multipliers(receipt.capacity, terms.cpu()).to(self.mean.u.dtype)),
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from lightning_spectral.front_door import INSTEAD as _INSTEAD
@@ -33,10 +34,17 @@ def __getattr__(name: str) -> Any:
     instead = _INSTEAD.get(name, "")
     for room in () if instead or not name[:1].isupper() else (*sorted(_ROOMS), "plugin.callbacks"):
         with suppress(ImportError):  # of what an extra installs
-            if name in getattr(import_module(f"{__name__}.{room}"), "__all__", ()):
+            if _is_in_source_of(room, name) and name in getattr(import_module(f"{__name__}.{room}"), "__all__", ()):
                 instead = f"ls.{room}.{name}"
     said = f"module {__name__!r} has no attribute {name!r}{f': write {instead}' if instead else ''}"
     raise AttributeError(said, name=name, obj=import_module(__name__))
+
+
+def _is_in_source_of(room: str, name: str) -> bool:
+    """Whether it is worth importing a room to look for a name: some take seconds."""
+    place = Path(__file__).parent / room.replace(".", "/")
+    files = place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]
+    return any(name in file.read_text(encoding="utf-8") for file in files)
 
 
 def __dir__() -> list[str]:

@@ -366,7 +366,7 @@ def claimed_at_random(rng: random.Random, parts: Parts) -> Parts:
 
 @pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:Node .* was rejected", "ignore::lightning_spectral.SpectralWarning")
-@pytest.mark.parametrize(("num_rounds", "is_in_kit"), [(6, False), pytest.param(60, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_rounds", "is_in_kit"), [(8, False), pytest.param(60, True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*LIED_TO, "Ditto"])
 def test_a_device_that_claims_to_be_others_changes_no_bit_of_theirs(
     name: str, num_rounds: int, is_in_kit: bool, fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,5 @@
 """Robust means: against NumPy, with clients that lie, in one process and in two, and where clients hold parts."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass, replace

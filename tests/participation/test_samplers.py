@@ -1,7 +1,5 @@
 """Client samplers: populations, scores, draws, and unbiasedness by enumerating every possible draw."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

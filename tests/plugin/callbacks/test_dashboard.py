@@ -1,7 +1,5 @@
 """What the dashboard shows, read back from the record of the run, wandb and TensorBoard."""
 
-from __future__ import annotations
-
 import csv
 from functools import partial
 from pathlib import Path

@@ -105,15 +105,15 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {"MLP": (mlp,
 ALGORITHMS: dict[str, ls.Algorithm] = {"FedAvg": ls.FedAvg(), "sharding at 0.2": ls.SpectralSharding(keep_ratio=0.2)}
 
 
-def counted(net: str, algorithm: ls.Algorithm) -> tuple[dict[str, float], float]:
+def counted(net: str, algorithm: ls.Algorithm, num_clients: int = NUM_CLIENTS) -> tuple[dict[str, float], float]:
     """Kernels of a local step by piece, and of a round outside of steps, in the second round of a fit."""
     make, shape = NETS[net]
     kernels = Kernels()
     torch.manual_seed(0)
-    size = 8 * NUM_STEPS * NUM_CLIENTS
+    size = 8 * NUM_STEPS * num_clients
     examples = TensorDataset(torch.randn(size, *shape), torch.arange(size) % 10)
-    data = ls.FederatedDataModule(examples, ls.IIDPartitioner(NUM_CLIENTS), batch_size=8)
-    model = ls.FederatedModule(Lit(make(), kernels), algorithm=algorithm, clients_per_round=NUM_CLIENTS)
+    data = ls.FederatedDataModule(examples, ls.IIDPartitioner(num_clients), batch_size=8)
+    model = ls.FederatedModule(Lit(make(), kernels), algorithm=algorithm, clients_per_round=num_clients)
 
     class SecondRound(ls.RoundCallback):
         def on_round_start(self, trainer: Any, pl_module: Any, opened: Any) -> None:
@@ -125,7 +125,7 @@ def counted(net: str, algorithm: ls.Algorithm) -> tuple[dict[str, float], float]
             model, data
         )
     outside = kernels.found.pop("outside")
-    return {piece: count / NUM_CLIENTS / NUM_STEPS for piece, count in kernels.found.items()}, outside
+    return {piece: count / num_clients / NUM_STEPS for piece, count in kernels.found.items()}, outside
 
 
 def main() -> None:

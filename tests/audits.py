@@ -1,7 +1,5 @@
 """What runs with and without one client, or one example, say of the epsilon that hides it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

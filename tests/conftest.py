@@ -4,6 +4,7 @@ import gc
 import random
 import sys
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # xdist would begin with files of many tests; those of few take longest
     if getattr(config.option, "dist", "no") == "no":  # xdist's own process runs no test; its workers wait for it
         config.pluginmanager.import_plugin("shared_fixtures")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run all files that check a contract in one process: for these checks it starts an interpreter, once."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    @cache
+    def checks_a_contract(file: str) -> bool:
+        source = (config.rootpath / file).read_text(encoding="utf-8")
+        return "check_algorithm(" in source or "check_filter(" in source
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "contracts" if file.startswith("tests/") and checks_a_contract(file) else file
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

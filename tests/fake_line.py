@@ -1,7 +1,5 @@
 """A network within the tests' process, which loses, delays, doubles and reorders messages as it is told."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Tests ask for the fixture `fit`, which is the function `fit` below with the opti
 A file whose tests share further settings overrides the fixture, e.g. ``partial(fit, max_epochs=2)``.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Linear models whose updates can be written down, and federations of one or two of them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The app of `test_loopback`: made-up data, and an algorithm by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

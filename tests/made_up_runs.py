@@ -1,7 +1,5 @@
 """Made-up runs, as `RoundHistory` would record them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

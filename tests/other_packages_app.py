@@ -1,7 +1,5 @@
 """Another app of `test_loopback`: three models of other packages, each with its own algorithm, on the same devices."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An executor whose device lives in another process: it gets its instructions once, then downloads alone, as bytes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """A filter as a separate package would have it: changes are shortened, and sent as -1, 0 or 1 times a scale."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

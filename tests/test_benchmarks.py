@@ -1,7 +1,5 @@
 """Benchmarks that have a size for tests run, and count what they say."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

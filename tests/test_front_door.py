@@ -62,6 +62,7 @@ def test_importing_the_package_imports_no_other() -> None:
     heavy = "lightning", "numpy", "pytorch_lightning", "scipy", "torch", "torchmetrics", "wandb"
     refused = f"import sys; sys.modules.update(dict.fromkeys({heavy}))  # importing any of these fails\n"
     run(refused + "import lightning_spectral as ls\nassert ls.__version__ and len(dir(ls)) > 60")
+    run("import sys, lightning_spectral as ls\nassert not hasattr(ls, 'FedAvgg') and 'torch' not in sys.modules")
 
 
 STRATEGY = """

@@ -194,14 +194,6 @@ class TestInAFit:
         assert all(min(one) < 1.0 for one in distinct)
 
 
-@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
-def test_a_bound_that_is_not_positive_is_refused_with_the_remedy(bound: float) -> None:
-    with pytest.raises(ValueError, match=r"`clip_weight_lr` must be positive, got .*use float\('inf'\) for no bound"):
-        ls.SpectralSharding(clip_weight_lr=bound)
-    with pytest.raises(ValueError, match="`clip_weight_lr` must be positive"):
-        replace(ls.SpectralSharding(), clip_weight_lr=bound)
-
-
 class TestPublished:
     def test_it_has_the_settings_of_the_paper(self) -> None:
         """Korzhenkov & Louizos (2024), section 4: conditional Poisson sampling, collective, tau 10, decay 1e-4."""

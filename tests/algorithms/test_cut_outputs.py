@@ -154,18 +154,3 @@ def test_a_write_that_would_be_lost_is_refused(write: Any) -> None:
     assert isinstance(out, LeadingChannels)
     with pytest.raises(RuntimeError, match="writes into the output of a layer that a client holds in part"):
         write(out)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"output_ratio": 0.0}, r"`output_ratio` must be in \(0, 1\], got 0.0"),
-        ({"output_ratio": 1.5}, r"`output_ratio` must be in \(0, 1\], got 1.5"),
-        ({"output_ratio": 0.5, "layers": ls.LayerChoices(output_ratio=0.4)}, "`layers` has 0.4; set it once"),
-        ({"output_ratio": 0.5, "layers": ls.nn.plan_layers(net())}, "`layers` has 1; set it once"),
-    ],
-    ids=str,
-)
-def test_wrong_shares_are_refused(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ls.SpectralSharding(**options)

@@ -288,21 +288,6 @@ def test_what_cannot_be_adapted_is_refused_with_its_name(options: Any, message: 
         ls.FederatedModule(Odd(), algorithm=ls.LoRA(**{"rank": 2, **options}), clients_per_round=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"rank": 0}, ValueError, "`rank` must be at least 1, got 0"),
-        ({"rank": {4: 0.5, 8: 0.6}}, ValueError, "Shares of `rank` must sum to 1"),
-        ({"aggregation": ls.Collective()}, TypeError, "`aggregation` must be an instance of AdapterAggregation"),
-        ({"layers": "net"}, ValueError, "`layers` must be a sequence of patterns"),
-    ],
-    ids=str,
-)
-def test_a_wrong_argument_is_refused_at_once(options: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        ls.LoRA(**options)
-
-
 def test_an_optimizer_without_the_weights_is_refused(data: Any, fit: Fit) -> None:
     lit = variant(LitMLP, configure_optimizers=lambda self: torch.optim.SGD(self.net[5].parameters(), lr=0.1))()
     with pytest.raises(ValueError, match=r"your optimizer, which lacks net\.0\.weight, net\.2\.weight\. Give your SGD"):

@@ -181,11 +181,6 @@ def test_spatial_matrices_are_averaged_and_put_back_into_kernels() -> None:
     torch.testing.assert_close(matrix(server, "4"), mean(sent_matrices(seen, sent, "4")), rtol=0, atol=1e-12)
 
 
-def test_a_wrong_aggregation_is_refused() -> None:
-    with pytest.raises(TypeError, match="`aggregation` must be an instance of TermAggregation"):
-        ls.SpectralSharding(aggregation=ls.StackedProducts())  # type: ignore[arg-type]
-
-
 def dense(tensors: Any, name: str, omega: Tensor) -> Tensor:
     return tensors[f"{name}.u"] @ torch.diag(omega) @ tensors[f"{name}.v"]
 

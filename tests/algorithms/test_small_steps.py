@@ -94,11 +94,6 @@ def test_the_smallest_clients_take_no_small_steps() -> None:
     assert [(side.small_steps, side.smallest) for side in sides] == [(0.5, 0.3), (0.5, 0.3)]
 
 
-def test_a_share_of_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`small_steps` must be in \[0, 1\), got 1.*larger clients would never train"):
-        ls.SpectralSharding(small_steps=1)
-
-
 @pytest.mark.parametrize(
     ("lit", "algorithm", "callbacks", "said"),
     [

@@ -428,28 +428,6 @@ def test_a_checkpoint_of_another_schedule_is_refused(other: Any, rounds: Rounds,
         rounds(2, tmp_path / "1.ckpt", strategy=other)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strategy": ls.Schedule({0: ls.TopN(), 2: "collective"})}, "`strategy` .*ShardingStrategy.*'collective'"),
-        ({"strategy": ls.Schedule({0: None})}, "`strategy` .*ShardingStrategy.*None"),
-        ({"strategy": ls.Schedule({0: ls.Schedule({0: ls.TopN()})})}, "`strategy` .*ShardingStrategy.*Schedule"),
-        ({"strategy": {0: ls.TopN()}}, r"`strategy` by round must be a Schedule.*write Schedule\(\{0: TopN\(\)\}\)"),
-        ({"design": ls.Schedule({0: None, 1: ls.TopN()})}, r"`design` .*Design.*TopN\(\)"),
-        ({"design": {0: ls.Systematic()}}, "`design` by round must be a Schedule"),
-        ({"spectral_start": ls.Schedule({0: None})}, "`spectral_start` .*SpectralStart"),
-    ],
-)
-def test_a_wrong_type_in_a_schedule_is_refused_at_once(options: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        ls.SpectralSharding(**options)
-
-
-def test_keep_ratios_have_no_schedule() -> None:
-    with pytest.raises((TypeError, ValueError), match="keep_ratio"):
-        ls.SpectralSharding(keep_ratio=ls.Schedule({0: 0.2}))  # type: ignore[arg-type]
-
-
 def test_what_is_excluded_can_be_read_and_changed_by_replacing() -> None:
     choice = ls.SpectralSharding(exclude=["head"])
     assert choice.exclude == choice.layers.exclude == ("head",)

@@ -177,9 +177,3 @@ def test_a_weight_that_is_not_finite_is_refused_with_the_layers_name(broken: flo
 def test_out_of_range_is_an_error(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         make(**options)
-
-
-@pytest.mark.parametrize("start", [True, 0.1, "default", ls.SpectralStart])
-def test_what_is_no_start_is_refused(start: Any) -> None:
-    with pytest.raises(TypeError, match="spectral_start"):
-        ls.SpectralSharding(spectral_start=start)

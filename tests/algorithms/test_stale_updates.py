@@ -224,20 +224,6 @@ def test_a_truncated_entry_is_smaller_and_one_that_would_not_be_is_whole() -> No
     assert not bool(restore(compress(zero, 1), zero)["weight"].any())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"beta": 1.5}, r"`beta` must be in \[0, 1\], got 1.5"),
-        ({"coefficients": "all"}, "`coefficients` must be 'sampled' or 'data', got 'all'"),
-        ({"unseen": "first"}, "`unseen` must be 'zero' or 'mean', got 'first'"),
-        ({"num_terms": 0}, "`num_terms` must be at least 1, or None, got 0"),
-    ],
-)
-def test_bad_choices_are_refused_with_the_rule(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ls.StaleUpdates(**options)
-
-
 class TestInARun:
     @pytest.fixture
     def fit(self, fit: Fit) -> Fit:

@@ -215,22 +215,6 @@ def test_a_network_learns(data: Any, fit: Fit) -> None:
     assert fitted.rows[-1]["val_loss"] < 0.85 * fitted.rows[0]["val_loss"]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"step_widths": 0.5}, TypeError, r"`step_widths` is a sequence of keep ratios, such as \(0.5, 1.0\), got 0.5"),
-        ({"step_widths": [0.0, 0.5]}, ValueError, r"`step_widths` must be in \(0, 1\], got 0.0"),
-        ({"step_widths": [1.0]}, ValueError, r"keep ratios of all clients, got \(1.0,\): \[0.5\] is missing"),
-        ({"channels": ls.RandomChannels()}, ValueError, r"channels=PrefixChannels\(\), not RandomChannels\(\)"),
-        ({"scaler": True}, ValueError, "`step_widths` and `scaler` exclude each other"),
-    ],
-    ids=str,
-)
-def test_a_wrong_argument_is_refused_at_once(options: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        ls.WidthSharding(**{"step_widths": [0.5], **options})
-
-
 def test_manual_optimisation_is_refused() -> None:
     lit = seeded(LitSmall)
     lit.automatic_optimization = False

@@ -155,21 +155,6 @@ def test_what_cannot_be_cut_is_refused_at_once(options: Any, module: Any, messag
         ls.FederatedModule(module(), algorithm=ls.WidthSharding(**options), clients_per_round=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"keep_ratio": 0.0}, ValueError, r"`keep_ratio` must be in \(0, 1\], got 0.0; it is the share of .* channels"),
-        ({"keep_ratio": {0.5: 0.5, 1.0: 0.6}}, ValueError, "Shares of `keep_ratio` must sum to 1"),
-        ({"channels": ls.Collective()}, TypeError, "`channels` must be an instance of ChannelChoice"),
-        ({"exclude": "net"}, ValueError, "`exclude` must be a sequence of patterns"),
-    ],
-    ids=str,
-)
-def test_a_wrong_argument_is_refused_at_once(options: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        ls.WidthSharding(**options)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("name", ["GPT-2", "ViT"])

@@ -300,15 +300,3 @@ def test_a_layer_inside_of_a_compiled_part_is_refused() -> None:
     with pytest.raises(ValueError, match=r"inside of 'net', which is compiled"):
         hook.check(lit, lambda: torch.zeros(1, dtype=torch.int64))
     ls.MaskedLogits().check(lit, lambda: torch.zeros(1, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ls.MaskedLogits(absent=INF), "`absent` must be below inf, got inf; 0 as in HeteroFL, or -inf"),
-        (lambda: ls.MaskedLogits(absent=math.nan), "`absent` must be below inf, got nan"),
-    ],
-)
-def test_a_constant_that_makes_no_loss_is_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

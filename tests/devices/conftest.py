@@ -4,8 +4,6 @@ These tests need a process of their own, because the pretended device changes to
 `tests/test_devices.py` starts one. By hand: ``pytest tests/devices --device pretended``, or ``--device cuda``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Which filters go together: the one function that decides, its sentences, and the table that it prints."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import re

@@ -1,7 +1,5 @@
 """A device that hides its updates from the server: what leaves it, and how the round goes on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Differential privacy of clients: what it amounts to, what leaves a round, and wrong ways, which are caught."""
 
-from __future__ import annotations
-
 import math
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Which private rounds count: all that a module's weights have had, however often it is wrapped, copied or saved."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Noise hides what one client adds to the sums: its contribution is bounded, and noise is on every coordinate."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence

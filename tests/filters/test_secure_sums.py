@@ -254,12 +254,6 @@ def test_what_is_missing_is_said_once(fit: Fit, caplog: pytest.LogCaptureFixture
     assert caplog.text.count("clients keep their losses and what they log: there is no `fl/loss`") == 1
 
 
-@pytest.mark.parametrize("threshold", [0.5, 1.01, 0.0])
-def test_a_threshold_of_half_or_less_is_refused(threshold: float) -> None:
-    with pytest.raises(ValueError, match=r"`threshold` must be in \(0.5, 1\], got .*; above half, or two groups could"):
-        ls.SecureSums(threshold)
-
-
 @pytest.mark.parametrize("number", range(2, 40))
 @pytest.mark.parametrize("threshold", [0.51, 0.6, 0.7, 2 / 3, 1.0])
 def test_the_fewest_clients_are_the_share_and_more_than_half(threshold: float, number: int) -> None:

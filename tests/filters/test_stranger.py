@@ -1,7 +1,5 @@
 """A filter of another package, in a simulation, resumed, and over a network; in two processes it is in `RUNS`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

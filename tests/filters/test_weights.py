@@ -1,7 +1,5 @@
 """Weights of clients, and work that does not count: what the server averages, and what they do not go with."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from pathlib import Path

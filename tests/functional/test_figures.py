@@ -3,7 +3,6 @@
 import itertools
 import math
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -229,17 +228,3 @@ def test_images_of_little_contrast_are_bounded_not_blown_up(contrast: float) -> 
     found = ls.functional.standardize_images(image)
     assert found.std(correction=0).item() == pytest.approx(min(1.0, contrast / 2 * 48**0.5), abs=1e-12)
     assert not (contrast == 0.0 and found.any())
-
-
-@pytest.mark.parametrize(
-    ("images", "kind", "message"),
-    [
-        ([[0.0]], TypeError, "`images` must be a tensor, got a list"),
-        (torch.zeros(4, 4), ValueError, r"got torch.float32 of shape \(4, 4\); grey images without a channel"),
-        (torch.zeros(2, 3, 0, 4), ValueError, "with at least one pixel"),
-        (torch.zeros(1, 2, 2, dtype=torch.complex64), ValueError, "must be real"),
-    ],
-)
-def test_what_is_no_image_is_refused(images: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        ls.functional.standardize_images(images)

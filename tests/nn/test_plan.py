@@ -33,28 +33,6 @@ def net() -> nn.Sequential:
     )
 
 
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        ({"exclude": "4"}, r"`exclude` must be a sequence of patterns, got '4'; write exclude=\('4',\)"),
-        ({"exclude": [4]}, r"`exclude` must be a sequence of patterns, got \[4\]; write strings"),
-        ({"exclude": 4}, "`exclude` must be a sequence of patterns, got 4; write strings"),
-        ({"split": {"4": 1}}, "must be at least 2, got 1; leave the pattern out"),
-        ({"split": {"4": 2.0}}, "must be a whole number, got 2.0; write 2"),
-        ({"split": ["4"]}, r"`split` is a mapping from patterns to numbers of parts, got \['4'\]; write split="),
-        ({"split": {4: 2}}, r"`split` is a mapping from patterns to numbers of parts, got \{4: 2\}"),
-        ({"term_granularity": 0}, "`term_granularity` must be at least 1, got 0"),
-        ({"ratio_factors": ["4"]}, r"`ratio_factors` is a mapping from patterns to factors, got \['4'\]; write ratio_"),
-        ({"ratio_factors": {"4": 0}}, r"`ratio_factors\['4'\]` must be positive and finite, got 0; name the layers in"),
-        ({"ratio_factors": {"4": "5"}}, r"`ratio_factors\['4'\]` must be a number, got '5'"),
-        ({"keep_first_and_last_dense": "no"}, "`keep_first_and_last_dense` must be True or False, got 'no'"),
-    ],
-)
-def test_a_wrong_choice_is_refused_with_what_to_write(choices: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        ls.LayerChoices(**choices)
-
-
 def test_a_granularity_that_gives_everybody_everything_is_refused() -> None:
     message = r"`term_granularity=8` rounds up to all terms of every sharded layer, .* N = 8: every client would hold"
     for granularity in (8, 1000):

@@ -269,12 +269,6 @@ def test_user_code_finds_the_options_of_the_dense_layer(dense: Any, spatial: boo
     assert {name: getattr(sharded, name) for name in names} == {name: getattr(dense, name) for name in names}
 
 
-@pytest.mark.parametrize("num_terms", [0, 4])
-def test_number_of_terms_out_of_range_is_refused(num_terms: int) -> None:
-    with pytest.raises(ValueError, match=rf"`num_terms` must be in \[1, 3\], got {num_terms}"):
-        SpectralShardedLinear(5, 3, num_terms)
-
-
 def test_a_grouped_convolution_needs_the_grouped_type() -> None:
     with pytest.raises(ValueError, match="one group, got a convolution with groups=2"):
         snn.SpectralShardedConv2d.from_dense(nn.Conv2d(4, 4, 3, groups=2), num_terms=2)

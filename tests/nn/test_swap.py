@@ -214,12 +214,6 @@ def test_packed_layers_recurrent_layers_and_groups_hold_terms_for_each_part(gran
     assert held == {name: n if granularity == 1 else 4 for name, n in (parts | gates).items()}
 
 
-@pytest.mark.parametrize("keep_ratio", [0.0, -0.1, 1.5, float("nan")])
-def test_keep_ratio_out_of_range_is_refused(keep_ratio: float) -> None:
-    with pytest.raises(ValueError, match=r"`keep_ratio` must be in \(0, 1\]"):
-        replace_layers(net(), keep_ratio)
-
-
 def test_a_layer_whose_forward_was_replaced_stays_dense_and_keeps_it() -> None:
     """As accelerate's hooks do."""
     module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])

@@ -222,23 +222,6 @@ def test_rows_of_a_weight_follow_from_its_name_and_the_seed() -> None:
     assert by_name["0.weight"].scale == pytest.approx(math.sqrt(4 / (3 * 8)))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(({"factor": f}, r"`compression` must be at least 1 and finite, got .*; it is the n") for f in (0.5, -1.0)),
-        *(({"factor": f}, r"`compression` must be at least 1 and finite, got .*") for f in (0.0, math.inf, math.nan)),
-        ({"degree": None}, r"With `degree=None` each weight has a probability of its own, .* give a"),
-        ({"exclude": "2.*"}, r"`exclude` must be a sequence of patterns, got '2\.\*'; write exclude="),
-        ({"degree": 0}, "`degree` must be at least 1, or None, got 0"),
-        ({"gain": 0}, "`gain` must be positive and finite, got 0"),
-        *(({name: "other"}, f"`{name}` must be '.*' or '.*', got 'other'") for name in ("init", "values")),
-    ],
-)
-def test_options_out_of_range_are_refused(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Compression(**{"factor": 2, **options})
-
-
 def test_the_gain_scales_every_entry_of_the_matrix() -> None:
     module = nn.Linear(8, 5)
     plain, doubled = (how.matrix(how.weights_of(module), seed=0) for how in (Compression(2), Compression(2, gain=2.0)))

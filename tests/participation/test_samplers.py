@@ -1,11 +1,8 @@
 """Client samplers: populations, scores, draws, and unbiasedness by enumerating every possible draw."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -283,24 +280,6 @@ def test_choices_are_their_repr() -> None:
     assert sampler == LossVarianceReduced(2, Systematic(), measure=5)
     figures = [type(s).figure for s in (Uniform(1), LossVarianceReduced(1), UpdateVarianceReduced(1))]
     assert [*figures, StaleUpdateVarianceReduced(1).figure] == ["", "loss", "update", "stale update"]
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: Uniform(0), ValueError, "`active` must be at least 1 and finite, got 0"),
-        (lambda: Uniform(0.2), ValueError, r"got 0\.2; it counts clients, and is no share of them"),
-        (lambda: Uniform(2.5, Systematic()), ValueError, "must be whole with a design, got 2.5; round it or"),
-        (lambda: Uniform(2, Systematic), TypeError, "got the class Systematic; write Systematic"),
-        (lambda: Uniform(2, normalize="yes"), TypeError, "`normalize` must be True or False, got 'yes'"),
-        (lambda: FullParticipation(normalize=1), TypeError, "`normalize` must be True or False, got 1"),
-        (lambda: LossVarianceReduced(2, measure=0), ValueError, 'at least 1, got 0; it is "all", "last" or a number'),
-        (lambda: LossVarianceReduced(2, measure="some"), TypeError, 'got \'some\'; it is "all", "last" or a number'),
-    ],
-)
-def test_bad_choices_are_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
 
 
 def test_more_active_processors_than_can_train_are_refused_at_set_up() -> None:

@@ -82,12 +82,6 @@ def test_whole_permutation_is_not_kept_alive_by_the_cohort() -> None:
     assert UniformParticipation(30).cohort(100, torch.Generator().manual_seed(0)).untyped_storage().nbytes() == 30 * 8
 
 
-@pytest.mark.parametrize("size", [0, -1])
-def test_empty_cohort_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=r"`clients_per_round` must be in \[1, 1048576\], got"):
-        UniformParticipation(size)
-
-
 def test_cohort_larger_than_the_federation_is_refused_early_and_late() -> None:
     participation = UniformParticipation(5)
     participation.check(5)

@@ -114,7 +114,7 @@ def redraw_from_scratch(
             return np.asarray(counts)
 
 
-def count_law_deviation(draw: Callable[..., np.ndarray], num_samples: int = 10_000) -> float:
+def count_law_deviation(draw: Callable[..., np.ndarray], num_samples: int = 4_000) -> float:
     """Largest deviation of a count vector's frequency from its probability, in its own standard errors."""
     law = exact_count_law(PRIOR, SUPPLY, 7)
     rng = np.random.default_rng(0)
@@ -195,7 +195,7 @@ def test_both_conventions_name_the_same_split_for_equal_classes() -> None:
 def test_prior_of_an_unequal_data_set_is_centred_as_the_convention_says(symmetric: bool, mean: float) -> None:
     # ten clients of one example each: the first served draws its label from a fresh prior, with all classes live
     labels = (torch.arange(10) == 0).long()
-    partitioner, num_seeds = DirichletPartitioner(10, 1.0, symmetric), 600
+    partitioner, num_seeds = DirichletPartitioner(10, 1.0, symmetric), 200
     rare_first = []
     for seed in range(num_seeds):
         generator = torch.Generator().manual_seed(seed)
@@ -261,12 +261,6 @@ def test_every_client_gets_the_larger_share_equally_often() -> None:
         for seed in range(400)
     ]
     assert abs(np.mean(first_is_bigger) - 1 / 3) <= 5.0 * np.sqrt(2 / 9 / 400)
-
-
-@pytest.mark.parametrize("alpha", [0.0, float("inf")])
-def test_impossible_alpha_is_refused(alpha: float) -> None:
-    with pytest.raises(ValueError, match="`alpha` must be positive and finite"):
-        DirichletPartitioner(2, alpha)
 
 
 # Superclass 0 has classes 0, 2 and 4, superclass 1 the others; both run out often.
@@ -355,20 +349,6 @@ def test_a_data_set_without_some_of_the_classes_is_split() -> None:
     partitioner = PachinkoPartitioner(4, range(10), alpha=1.0, beta=1.0)
     partition = partitioner(40, 3 + 2 * (torch.arange(40) % 2), torch.Generator().manual_seed(0))
     assert partition.indices.sort().values.tolist() == list(range(40))
-
-
-@pytest.mark.parametrize(
-    ("superclasses", "kind", "message"),
-    [
-        ([], ValueError, "`superclasses` must hold a whole number for each class, got none"),
-        ("01", TypeError, "`superclasses` must be a sequence of whole numbers, one for each class, got '01'"),
-        ({0: 1}, TypeError, "`superclasses` must be a sequence of whole numbers"),
-        ([0, 1.5], TypeError, r"`superclasses\[1\]` must be a whole number, got 1.5"),
-    ],
-)
-def test_impossible_superclasses_are_refused(superclasses: object, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        PachinkoPartitioner(2, superclasses, alpha=1.0, beta=10.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2], [-1, 0, 1]])

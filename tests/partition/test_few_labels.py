@@ -30,7 +30,7 @@ def test_a_client_gets_any_two_shards_of_the_sorted_examples() -> None:
     shards = [Counter(shard) for shard in ((0, 0), (0, 0), (0, 1), (1, 1), (1, 2), (2, 2))]
     pairs = [one + other for one, other in combinations(shards, 2)]
     expected = Counter(tuple(pair[label] for label in range(3)) for pair in pairs)
-    num_seeds = 1500
+    num_seeds = 800
     found = Counter(counts(labels, split(ls.ShardPartitioner(3), labels, seed))[0] for seed in range(num_seeds))
     assert found.keys() == expected.keys()
     for histogram, number in expected.items():
@@ -53,7 +53,7 @@ def test_clients_have_exactly_so_many_labels_and_share_them_evenly(num_labels, m
 
 
 def test_any_labels_come_together_equally_often() -> None:
-    labels, num_seeds = torch.arange(4).repeat(5), 1200
+    labels, num_seeds = torch.arange(4).repeat(5), 600
     found = Counter(counts(labels, split(ls.LabelsPerClient(5), labels, seed))[0] for seed in range(num_seeds))
     pairs = Counter(tuple(count > 0 for count in histogram) for histogram in found.elements())
     assert len(pairs) == 6

@@ -1,7 +1,5 @@
 """Checkpoint files: none half-written is picked up, a damaged one is refused by name, and nothing in them runs."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import os

@@ -1,7 +1,5 @@
 """Federations from the command line: the entry point, Lightning's own, and what their checkpoints say."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

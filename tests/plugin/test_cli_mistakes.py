@@ -1,7 +1,5 @@
 """A mistake on the command line is reported in one line, which says what and where it is."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A federation runs without a Trainer, with the same weights bit for bit, and what lasts between rounds is saved."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence

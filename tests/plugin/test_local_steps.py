@@ -1,7 +1,5 @@
 """How long clients train, and on batches of which sizes: the batches themselves, and what counts them."""
 
-from __future__ import annotations
-
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two and three processes against one: the same bits, and errors in all of them. Processes talk over the loopback."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

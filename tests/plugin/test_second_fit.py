@@ -1,7 +1,5 @@
 """A second fit of the same federation: what lasts goes on for the same clients and parameters, and for no others."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run's settings: as loggers and checkpoints hold them, and fixed where a new value would be ignored."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from functools import partial

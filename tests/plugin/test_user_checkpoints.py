@@ -1,7 +1,5 @@
 """A checkpoint of a federation is a checkpoint of the user's own module: its keys, its hyper-parameters, its hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How runs are measured, grouped and compared: order and colours, labels, costs of a target, lengths, and remarks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The record of a run: a line per round, continued and cut when the run is resumed, and read by a report."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -298,24 +298,6 @@ def test_other_tolerance_may_resume_a_run_and_other_conditions_may_not() -> None
     assert " at 0x" not in str(configuration(clock=clock))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ls.LeaveOut(1.5), r"`max_share` must be in \[0, 1\], got 1\.5"),
-        (lambda: ls.Faults(on_error="leave out"), "`on_error` must be an instance of LeaveOut"),  # type: ignore[arg-type]
-        (
-            lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, faults=ls.LeaveOut()),
-            "`faults` must be an",
-        ),  # type: ignore[arg-type]
-        (lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, dropout=0.1), "`dropout` must be an instance"),  # type: ignore[arg-type]
-        (lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, clock=FAST), "`clock` must be an instance of"),  # type: ignore[arg-type]
-    ],
-)
-def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        make()
-
-
 FAR, PER_CLIENT = 3, 4
 LORA = {"layers": ["net.*"], "rank": 2, "alpha": 2.0, "train": ["net.5.bias"]}
 PRODUCTS = [

@@ -95,22 +95,6 @@ def test_groups_keep_their_own_learning_rate(choice: Any) -> None:
     assert torch.equal(fast, 2 * slow)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ls.FedAvgM(lr=0.0), "`lr` must be positive and finite, got 0.0"),
-        (lambda: ls.FedAvgM(momentum=1.0), "`momentum` must be in"),
-        (lambda: ls.BoundedMomentum(momentum=1.0), "`momentum` must be in"),
-        (lambda: ls.FedAdagrad(tau=0.0), "`tau` must be positive and finite, got 0.0"),
-        (lambda: ls.FedAdam(betas=(-0.1, 0.9)), "`betas` must be in .*, got -0.1"),
-        (lambda: ls.FedYogi(betas=(0.9,)), "`betas` must be two numbers"),  # type: ignore[arg-type]
-    ],
-)
-def test_settings_out_of_range_are_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 @pytest.mark.parametrize("choice", BY_WEIGHT, ids=repr)
 def test_the_server_steps_on_the_mean_change_of_the_clients(choice: Any, toy: Any, fit: Fit) -> None:
     """One full batch and one step of learning rate 0.1 per client: the mean change is -0.1 times a gradient."""

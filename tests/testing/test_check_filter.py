@@ -1,7 +1,5 @@
 """`check_filter` passes what keeps the contract, and says what is wrong with what does not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """``python -m lightning_spectral doctor``: it finds nothing where nothing is wrong, and reports what is."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a user's steps may take, return and log, and what their runs draw and average."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """FedBuff against a loop that plays events one by one, and what it says about who takes part and how stale that is."""
 
-from __future__ import annotations
-
 import copy
 import heapq
 import math

@@ -1,7 +1,5 @@
 """What the dashboard shows, read back from the record of the run, wandb and TensorBoard."""
 
-from __future__ import annotations
-
 import csv
 from functools import partial
 from pathlib import Path
@@ -289,7 +287,7 @@ def test_best_values_go_on_when_a_run_is_resumed(
     wandb = pytest.importorskip("wandb", reason="wandb is in the `examples` extra")
     from offline_wandb import offline_logger
 
-    logger = offline_logger(tmp_path, monkeypatch)
+    logger = offline_logger(tmp_path, monkeypatch, mode="disabled")
     fit = partial(fit, data=data, trainer={"logger": logger})
     first = fit(seeded(lit_mlp), max_epochs=2, callbacks=[ls.RoundDashboard()])
     first.trainer.save_checkpoint(tmp_path / "first.ckpt")

@@ -1,7 +1,5 @@
 """Fixtures for tests that train several models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the server does with the updates of several models, and what it measures before a round."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs of several models resume bit for bit, or say why not."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

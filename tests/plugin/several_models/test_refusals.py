@@ -1,7 +1,5 @@
 """What several models cannot do is refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

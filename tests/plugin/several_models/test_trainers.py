@@ -1,7 +1,5 @@
 """Several models under Lightning's own Trainer: metrics, evaluation, estimates."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

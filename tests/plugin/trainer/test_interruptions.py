@@ -1,7 +1,5 @@
 """A run that ends before training, within a round or after the server's step, and is resumed, loses nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """A round in which any hook fails is saved as it was right after the server's step, and resumed as if none failed."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A stock Trainer runs rounds: its hooks, options and loggers."""
 
-from __future__ import annotations
-
 import copy
 import csv
 from contextlib import nullcontext

@@ -146,10 +146,10 @@ def test_a_parameter_of_the_device_takes_other_memory_of_either_device() -> None
 
 
 MOST_KERNELS = {  # in a local step, and in a round of three clients outside of steps
-    ("MLP", "FedAvg"): (31, 104),
-    ("MLP", "sharding at 0.2"): (53, 490),
-    ("CNN", "FedAvg"): (33, 158),
-    ("CNN", "sharding at 0.2"): (61, 690),
+    ("MLP", "FedAvg"): (31, 68),
+    ("MLP", "sharding at 0.2"): (53, 360),
+    ("CNN", "FedAvg"): (33, 112),
+    ("CNN", "sharding at 0.2"): (61, 485),
 }
 
 

@@ -113,6 +113,7 @@ def refuse_moved(made: type, options: Mapping[str, Any], moved: Mapping[str, str
         TypeError: Average has no argument `compression`: write filters=[TopK(0.1)].
     """
     own = signature(made.__init__).parameters  # type: ignore[misc]  # not that of `__new__`, which takes anything
-    for name in options:
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values())
+    for name in () if takes_any and "__init__" in vars(made) else options:
         if name in moved and name not in own:
             raise TypeError(f"{made.__name__} has no argument `{name}`: write {moved[name]}.")

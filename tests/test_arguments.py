@@ -230,7 +230,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (federated, {"filters": [None]}, r"`filters` must be an instance of Filter, got None"),
     (federated, {"filters": ["int8"]}, r"`filters` must be an instance of Filter, got the string 'int8'"),
-    (federated, {"filters": 3}, r"`filters` must be an instance of Filter, got 3"),
+    (federated, {"filters": 3}, r"`filters` must be an instance of Sequence, got 3"),
     (
         federated,
         {"privacy": None},

@@ -146,6 +146,11 @@ def test_names_from_elsewhere_are_answered_with_a_line_that_works(name: str) -> 
         (lambda: ls.LabelsPerClient(4, sizes=[1.0]), r"LabelsPerClient has .* `sizes`: write IIDPartitioner\(.*sizes="),
         (lambda: ls.FederatedDataModule([], None, num_clients=4), r"`num_clients`: write a partitioner: IIDPart"),
         (lambda: ls.FederatedDataModule([], None, val_fraction=0.1), "write client_val_fraction=0.1, for examples of"),
+        (
+            lambda: ls.FederatedModule(None, num_clients=3),
+            r"write IIDPartitioner\(num_clients=10\) for all, clients_per",
+        ),
+        (lambda: ls.NaturalPartitioner(partition_by="user"), r"write NaturalPartitioner\(table\['user'\]\) for a col"),
         (lambda: ls.ClientPrivacy(clipping_norm=1.0), "`clipping_norm`: write clip=1.0"),
         (lambda: ls.SpectralSharding(local_epochs=2), "no argument `local_epochs`: write FederatedModule"),
     ],

@@ -187,7 +187,7 @@ class ExampleLoop(LocalLoop):
         if self._num_flat > 0:
             warn(
                 f"The gradients of all {self._num_flat} examples that a client drew are zero, so it learned from noise "
-                "alone: a loss that compares the examples of a batch has no gradient for one of them; use another loss."
+                "alone. Perhaps the loss compares the examples of a batch, which are one here: use another loss then."
             )
             self._num_flat = -1
         num_steps = task.recorder.num_steps  # a step on no example is one too

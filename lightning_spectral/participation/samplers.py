@@ -285,7 +285,7 @@ class Sampler(ABC):
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, active=Number(at_least=1, hint="it counts clients, and is no share of them"), normalize=flag)
+        check_fields(self, active=Number(at_least=1, hint="it is a number of clients, not a share"), normalize=flag)
         check_is("design", self.design, Design | None)
         if self.design is not None and self.active != round(self.active):
             raise ValueError(f"`active` must be whole with a design, got {self.active}; round it or drop the design.")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_spectral.errors import check_is
 from lightning_spectral.partition.partition import Partition, Partitioner
@@ -50,28 +50,31 @@ def check_dealt(train: Any, partitioner: Any) -> None:
     raise TypeError(f"`train` must be a {said}.")
 
 
-class TransformedByClient(Subset[Any]):  # whose labels are found as those of any subset
+def check_client_transform(transform: Any) -> None:
+    """Raise ``TypeError`` unless it is ``None`` or takes an example and the number of its client."""
+    try:
+        if transform is not None:
+            signature(transform).bind(None, 0)
+    except (TypeError, ValueError) as error:  # the latter of a function in C
+        rule = "`client_transform` must be a function of an example and the number of its client"
+        raise TypeError(f"{rule}, got {transform!r}; write lambda example, client: ...") from error
+
+
+class TransformedByClient(Dataset[Any]):
     """A data set as its clients see it: each example after a function of it and of the client that has it."""
 
-    def __init__(self, dataset: Any, transform: Callable[[Any, int], Any]) -> None:
-        try:
-            signature(transform).bind(None, 0)
-        except (TypeError, ValueError) as error:  # the latter of a function in C
-            rule = "`client_transform` must be a function of an example and the number of its client"
-            raise TypeError(f"{rule}, got {transform!r}; write lambda example, client: ...") from error
-        super().__init__(dataset, range(len(dataset)))
-        self.transform, self.client_of_example = transform, torch.full((len(dataset),), -1)
+    def __init__(self, dataset: Any, transform: Callable[[Any, int], Any], parts: Sequence[Partition]) -> None:
+        self.dataset, self.transform = dataset, transform
+        self.client_of_example = torch.full((len(dataset),), -1)
+        for part in parts:
+            self.client_of_example[part.indices] = torch.arange(len(part)).repeat_interleave(part.sizes)
 
-    def deal(self, whole: Partition) -> None:
-        """From now on, an example is that of its client."""
-        self.client_of_example[whole.indices] = torch.arange(len(whole)).repeat_interleave(whole.sizes)
+    def __len__(self) -> int:
+        return len(self.client_of_example)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> Any:
         client = int(self.client_of_example[index])
         return self.dataset[index] if client < 0 else self.transform(self.dataset[index], client)
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
 
 
 def check_evaluation(**data: Any) -> None:

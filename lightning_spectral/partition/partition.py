@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 Keys = Sequence[Hashable] | Tensor | npt.NDArray[np.generic]
 CALLED = MappingProxyType(  # names from elsewhere, and sizes, which only two partitioners take
     {
-        "num_partitions": "num_clients=10",
-        "partition_by": "FederatedDataModule(..., labels=[...]), or nothing where the data set has them",
+        "num_partitions": "num_clients=10, which NaturalPartitioner counts",
+        "partition_by": "NaturalPartitioner(table['user']) for a column of clients; labels are read from the data set",
         "num_classes_per_partition": "LabelsPerClient(num_clients=10, num_labels=2)",
         "sizes": "IIDPartitioner(num_clients=10, sizes=[...]), or DirichletPartitioner, which has labels unequal too",
     }

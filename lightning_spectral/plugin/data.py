@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -32,9 +32,14 @@ from lightning_spectral.partition import (
     labels_in_examples,
     report,
 )
-from lightning_spectral.partition.datasets import TransformedByClient, check_dealt, check_evaluation
+from lightning_spectral.partition.datasets import (
+    TransformedByClient,
+    check_client_transform,
+    check_dealt,
+    check_evaluation,
+)
 from lightning_spectral.partition.labels import check_labels_of_examples, stored_labels
-from lightning_spectral.plugin.settings import FixedArguments
+from lightning_spectral.plugin.settings import FixedArguments, as_config
 from lightning_spectral.plugin.user_hooks import Share, as_host
 from lightning_spectral.protocol.per_client import (
     Assigned,
@@ -51,10 +56,10 @@ from lightning_spectral.server.round import Engine
 
 CALLED = MappingProxyType(  # names from elsewhere
     {
-        "num_clients": "a partitioner: IIDPartitioner(num_clients=10)",
+        **dict.fromkeys(("num_clients", "num_partitions"), "a partitioner: IIDPartitioner(num_clients=10)"),
         **dict.fromkeys(("val_fraction", "val_split"), "client_val_fraction=0.1, for examples of each client"),
         **dict.fromkeys(("test_fraction", "test_split"), "client_test_fraction=0.1, for examples of each client"),
-        "shuffle": "nothing: clients shuffle in every local epoch",
+        "shuffle": "nothing, since clients shuffle in every local epoch",
         "transform": "client_transform=lambda example, client: ..., or transform the data set",
     }
 )
@@ -102,10 +107,11 @@ class ServerData(pl.LightningDataModule):
     """
 
     settings: tuple[str, ...] = ("num_clients",)  # what loggers show
+    called: ClassVar[Mapping[str, str]] = MappingProxyType({})  # arguments by names from elsewhere, and what to write
 
     def __new__(cls, *args: Any, **options: Any) -> ServerData:
         """Say where an argument is, or how it is called here."""
-        refuse_moved(cls, options, CALLED)
+        refuse_moved(cls, options, cls.called)
         return super().__new__(cls)
 
     def __init__(
@@ -241,8 +247,9 @@ class FederatedDataModule(FixedArguments, ServerData):
         client_val_fraction: Share of each client's examples held out from training, for `ClientEvaluation`.
         client_test_fraction: Share held out besides, on which it evaluates in ``Trainer.test``; 0 for the same ones.
         stratified: Whether every class of a client is held out in the same proportion, rounded up or down.
-        client_transform: Function of an example and of the number of its client, which returns the example as this
-            client sees it, such as a rotated image; for examples held out too, not for ``val`` and ``test``.
+        client_transform: Function of an example and of the number of its client, which returns a new example, as this
+            client sees it, such as a rotated image; of examples held out too, not of ``val`` and ``test``. Labels are
+            read, and dealt, as they are before it. If workers are spawned, it is a function of a module.
 
     Raises:
         ValueError: If the fractions leave nothing to train on, or another argument is out of range.
@@ -260,6 +267,7 @@ class FederatedDataModule(FixedArguments, ServerData):
     """
 
     settings = ("batch_size", "num_clients", "partitioner", "seed", "num_examples")
+    called = CALLED
 
     def __init__(
         self,
@@ -287,7 +295,9 @@ class FederatedDataModule(FixedArguments, ServerData):
         size = Whole(at_least=1, optional=True)("eval_batch_size", eval_batch_size)
         size = size or max(*entries_of(self.batch_size), 256)
         super().__init__(val, test, size, collate_fn, Whole(at_least=0)("num_workers", num_workers))
-        self.train: Any = train if client_transform is None else TransformedByClient(train, client_transform)
+        check_client_transform(client_transform)
+        self.train: Any = train
+        self.client_transform = client_transform
         self.partitioner, self.drop_last = partitioner, flag("drop_last", drop_last)
         self.seed: int = Whole()("seed", seed)
         self.client_val_fraction: float = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
@@ -296,9 +306,8 @@ class FederatedDataModule(FixedArguments, ServerData):
         self.client_test_fraction: float = rest("client_test_fraction", client_test_fraction)
         self.stratified = flag("stratified", stratified)
         self._labels = None if labels is None else class_indices(labels, len(train))  # type: ignore[arg-type]
-        self._source = BatchSource(self.train, collate_fn, self.num_workers)
         self._assigned: tuple[object, Assigned[int]] | None = None
-        self._fix(("train", "collate_fn", "num_workers"))
+        self._fix(("train", "collate_fn", "num_workers", "client_transform"))
 
     @cached_property
     def labels(self) -> Tensor:
@@ -330,14 +339,22 @@ class FederatedDataModule(FixedArguments, ServerData):
         """Each client's examples to train on, and those held out for validation and for tests."""
         labels = self.labels if self.partitioner.needs_labels else None
         whole = self.partitioner(len(self.train), labels, derived_generator(self.seed, "partition"))
-        if isinstance(self.train, TransformedByClient):
-            self.train.deal(whole)
         self._fix(("partitioner", "seed", "client_val_fraction", "client_test_fraction", "stratified", "labels"))
         split = partial(hold_out, labels=self.labels if self.stratified else None)
         rest, val = split(whole, self.client_val_fraction, derived_generator(self.seed, "held-out examples"))
         share = self.client_test_fraction / (1 - self.client_val_fraction)
         training, test = split(rest, share, derived_generator(self.seed, "test examples"))
         return training, val, test if share else val
+
+    @cached_property
+    def examples(self) -> Any:
+        """The training examples, as clients see them."""
+        seen = self.client_transform
+        return self.train if seen is None else TransformedByClient(self.train, seen, self.parts)
+
+    @cached_property
+    def _source(self) -> BatchSource:
+        return BatchSource(self.examples, self.collate_fn, self.num_workers)
 
     @property
     def partition(self) -> Partition:
@@ -357,7 +374,7 @@ class FederatedDataModule(FixedArguments, ServerData):
             is_ours = own == (FederatedDataModule.held_out, FederatedDataModule.client_val_batches)
             is_asked = any(getattr(callback, "reads_clients", False) for callback in trainer.callbacks)
             if is_ours and is_asked and self.held_out.num_assigned:
-                data = Subset(self.train, self.held_out.indices.tolist())
+                data = Subset(self.examples, self.held_out.indices.tolist())
         return super()._loader(data, method, argument)
 
     def report(self) -> PartitionReport:
@@ -390,13 +407,14 @@ class FederatedDataModule(FixedArguments, ServerData):
         """The examples of all clients, in batches, for code that counts or reads them; rounds do without it."""
         check_host(self)
         size = max(entries_of(self.batch_size))
-        return DataLoader(self.train, size, collate_fn=self.collate_fn, num_workers=self.num_workers)
+        return DataLoader(self.examples, size, collate_fn=self.collate_fn, num_workers=self.num_workers)
 
     def teardown(self, stage: str) -> None:
-        self._source.close()
+        if "_source" in vars(self):
+            self._source.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._source.close()
+        self.teardown("fit")
 
     def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
         return ClientDirectory(self.partition.sizes, capacities, available, self.batch_sizes, self.drop_last)
@@ -418,7 +436,8 @@ class FederatedDataModule(FixedArguments, ServerData):
 
     def configuration(self) -> dict[str, str | int]:
         size = self.batch_size if isinstance(self.batch_size, int) else repr(self.batch_size)
-        return {"batch_size": size, "drop_last": self.drop_last, "partition": self.partition.fingerprint}
+        seen = {} if self.client_transform is None else {"client_transform": str(as_config(self.client_transform))}
+        return {"batch_size": size, "drop_last": self.drop_last, "partition": self.partition.fingerprint, **seen}
 
     def identity(self) -> Sequence[str]:
         return [self.partition.fingerprint]
@@ -427,13 +446,13 @@ class FederatedDataModule(FixedArguments, ServerData):
         """Examples are compared, the first ones of some clients, unless the data sets are the same object."""
         if not (isinstance(other, FederatedDataModule) and super().has_clients_of(other)):
             return False
-        return self.train is other.train or self._first_examples() == other._first_examples()
+        return self.examples is other.examples or self._first_examples() == other._first_examples()
 
     def _first_examples(self) -> list[bytes]:
         """The first example of some clients, as bytes."""
         with_data = self.partition.sizes.nonzero().flatten().tolist()
         with isolated_rng(derived_seed(self.seed, "first examples")):  # examples may draw
-            examples = [self.train[int(self.partition[client][0])] for client in with_data[:COMPARED]]
+            examples = [self.examples[int(self.partition[client][0])] for client in with_data[:COMPARED]]
         return [pickle.dumps(tree_map_only(Tensor, lambda tensor: tensor.numpy(force=True), each)) for each in examples]
 
     def client_val_batches(self, client_id: int) -> Iterator[Any]:

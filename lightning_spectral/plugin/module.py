@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms import Algorithm, FedAvg
+from lightning_spectral.algorithms import Algorithm, FedAvg, SpectralStart
 from lightning_spectral.algorithms.filter import Plan, check_chain
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_hooks import LocalHook
@@ -39,7 +39,7 @@ from lightning_spectral.plugin.user_hooks import (
 )
 from lightning_spectral.protocol.buffer_rules import Rules, as_rules
 from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
-from lightning_spectral.server.fault_policy import FORGIVING, Faults
+from lightning_spectral.server.fault_policy import FORGIVING, Faults, LeaveOut
 from lightning_spectral.server.optimizers import AVERAGING, FedOptimizer
 from lightning_spectral.sharding import ShardingStrategy
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
@@ -55,6 +55,10 @@ BELONGS: Mapping[type, str] = MappingProxyType(  # how each kind of object is gi
         Filter: "filters=[{}]",
         Sampler: "participation={}",
         Faults: "faults={}",
+        LeaveOut: "faults=Faults(on_error={})",
+        ClientDropout: "dropout={}",
+        VirtualClock: "clock={}",
+        SpectralStart: "algorithm=SpectralSharding(spectral_start={})",
         pl.Callback: "Trainer(callbacks=[{}])",
     }
 )
@@ -467,6 +471,7 @@ def _check_module(module: Any) -> None:
 
 
 def _check_server_optimizer(server_optimizer: Any) -> None:
+    _check_place("server_optimizer", server_optimizer, FedOptimizer)
     name = type(server_optimizer).__name__
     if isinstance(server_optimizer, type) and not issubclass(server_optimizer, Optimizer):
         got = f"the class {server_optimizer.__name__}; write {server_optimizer.__name__}(...)"
@@ -488,14 +493,18 @@ def _check_server_optimizer(server_optimizer: Any) -> None:
     raise TypeError(f"`server_optimizer` must be a function from parameters to an optimizer, got {got}.")
 
 
-def _check_kind(argument: str, value: Any, expected: type) -> None:
-    """Raise ``TypeError`` unless an argument has what it takes; say where it belongs if that is elsewhere."""
+def _check_place(argument: str, value: Any, expected: type) -> None:
+    """Raise ``TypeError`` for what belongs elsewhere, and say where."""
     kind = value if isinstance(value, type) else type(value)
     place = next((place for base, place in BELONGS.items() if issubclass(kind, base)), None)
     if place is not None and not issubclass(kind, expected):
         made = f"{kind.__name__}(...)"
         rule = f"`{argument}` must be an instance of {expected.__name__}"
         raise TypeError(f"{rule}, got {made}; write {place.format(made)}.")
+
+
+def _check_kind(argument: str, value: Any, expected: type) -> None:
+    _check_place(argument, value, expected)
     check_is(argument, value, expected)
 
 
@@ -503,9 +512,11 @@ def _check_list(argument: str, values: Any, expected: type) -> None:
     """Raise ``TypeError`` unless an argument is a list of what it takes."""
     if isinstance(values, expected):
         raise TypeError(f"`{argument}` must be a list, got one entry; write {argument}=[{values!r}].")
-    for each in values if isinstance(values, Sequence) else [values]:
+    if isinstance(values, str):
+        check_is(argument, values, expected)
+    _check_kind(argument, values, Sequence)
+    for each in values:
         _check_kind(argument, each, expected)
-    check_is(argument, values, Sequence)
 
 
 def _check_algorithm(algorithm: Any, plan: Plan) -> None:

@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import yaml
 from torch.utils.data import DataLoader, Subset
 
-from lightning_spectral.arguments import Whole, first_of
+from lightning_spectral.arguments import Whole, first_of, flag
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import FullParticipation
 from lightning_spectral.partition import Partition
@@ -81,8 +81,9 @@ def compare_clients(
         ValueError: If a cohort needs the client that is left out, or the folder has models with other settings, initial
             weights or saved hyperparameters.
     """
-    seed = Whole()("seed", seed)
+    seed, leave_out = Whole()("seed", seed), flag("leave_out", leave_out)
     whole, val, held_out = check_is("data", data, FederatedDataModule).parts
+    seen = data.examples  # by all clients, and by the copies below
     names = dict(enumerate(whole.names or map(str, range(len(whole)))))
     able = {client: name for client, name in names.items() if len(held_out[client])}
     if isinstance(make, pl.LightningModule) or not callable(make):
@@ -105,6 +106,7 @@ def compare_clients(
     if wrong := [name for name in federated if str(name).replace("_", " ") in KINDS or not str(name).isidentifier()]:
         raise ValueError(f"`federated` maps identifiers other than 'alone' and 'pooled', got {wrong[0]!r}.")
     check_is("trainer", trainer, Mapping)
+    check_is("settings", settings, Mapping | None)
     weights = sha256("".join(map(digest, made.state_dict().values())).encode()).hexdigest()
     config = {**made.hparams, "seed": seed, "trainer": trainer, "weights": weights, "held_out": held_out.fingerprint}
 
@@ -125,10 +127,10 @@ def compare_clients(
             training = replace(Partition.from_lists([whole[client] for client in members]), names=called)
             own, view, evaluation = copy.copy(data), copy.copy(data), ClientEvaluation()
             vars(own)["parts"], vars(view)["parts"] = (training, training, training), (whole, held_out, held_out)
-            view.val = Subset(view.train, held_out.indices.tolist())
+            view.val = Subset(seen, held_out.indices.tolist())
             sizes = [data.batch_sizes.of(client) for client in members]
             own.batch_size = sizes if len({*sizes}) > 1 else sizes[0]
-            own.val = Subset(own.train, val.indices.tolist()) if own.val is None and val.num_assigned else own.val
+            own.val = Subset(seen, val.indices.tolist()) if own.val is None and val.num_assigned else own.val
             last = LastCheckpoint(place, Path(CHECKPOINT).stem, enable_version_counter=False)
             history = RoundHistory(place / RECORD, {"sweep": {**(settings or {}), "model": name.partition("/")[0]}})
             made = new_trainer(last, *[history] * (federate is not None))
@@ -136,7 +138,7 @@ def compare_clients(
                 warnings.filterwarnings("ignore", EXPECTED)
                 module = make()
                 if federate is None:
-                    examples = Subset(own.train, training.indices.tolist())
+                    examples = Subset(seen, training.indices.tolist())
                     options: Any = {"collate_fn": own.collate_fn, "num_workers": own.num_workers}
                     drop_last = own.drop_last and len(examples) > max(sizes)  # as of clients in a round
                     loader = DataLoader(examples, max(sizes), shuffle=True, drop_last=drop_last, **options)

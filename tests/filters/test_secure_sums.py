@@ -230,7 +230,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_needs_single_clients_is_refused_before_the_first_round(name: str, fit: Fit) -> None:
     options, message = REFUSED[name]
     options = {"clients_per_round": 6, "module": LitMLP, "filters": [SECURE], **options}
-    make, data = options.pop("module"), uneven_data(options.pop("held_out", 0.0))
+    make, data = options.pop("module"), uneven_data(client_val_fraction=options.pop("held_out", 0.0))
     with pytest.raises(ValueError, match=message):
         fit(seeded(make), data, **options)
 

@@ -1,5 +1,6 @@
 """Clients' batches: a last one of one example, with which BatchNorm cannot train, and data that workers read."""
 
+import copy
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,9 @@ def test_a_table_trains_as_its_columns_do(num_workers: int, lit_mlp: Any, toy: A
 
 
 def louder(example: Any, client: int) -> Any:
+    """Inputs are multiplied, and labels of the first client flipped."""
     inputs, label = example
-    return inputs * (client + 1), label
+    return inputs * (client + 1), label if client else 2 - label
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -117,31 +119,28 @@ def test_each_client_sees_its_examples_through_its_transform(
     num_workers: int, lit_mlp: Any, toy: Any, fit: Fit
 ) -> None:
     inputs, labels = toy.tensors
-    split: dict[str, Any] = {
-        "labels": labels,
-        "client_val_fraction": 0.25,
-        "stratified": True,
-        "batch_size": 4,
-        "val": toy,
-    }
-    deal = ls.DirichletPartitioner(4, alpha=1.0)
-    skewed = ls.FederatedDataModule(
-        toy, deal, client_transform=louder, num_workers=num_workers, **{**split, "labels": None}
-    )
-    plain = ls.FederatedDataModule(toy, deal, **split)
-    factors = torch.ones(len(toy))
+    deal, split = ls.DirichletPartitioner(4, alpha=1.0), {"client_val_fraction": 0.25, "stratified": True, "val": toy}
+    skewed = ls.FederatedDataModule(toy, deal, batch_size=4, client_transform=louder, num_workers=num_workers, **split)
+    plain = ls.FederatedDataModule(toy, deal, batch_size=4, **split)
+    client = torch.empty(len(toy), dtype=torch.int64)
     for part in plain.parts[:2]:
-        for client, own in enumerate(part):
-            factors[own] = client + 1
-    by_hand = ls.FederatedDataModule(TensorDataset(inputs * factors[:, None], labels), deal, **split)
+        client[part.indices] = torch.arange(4).repeat_interleave(part.sizes)
+    seen = TensorDataset(inputs * (client + 1)[:, None], labels.where(client > 0, 2 - labels))
+    by_hand = ls.FederatedDataModule(seen, deal, batch_size=4, labels=labels, **split)
+    other = copy.copy(skewed)
+    other.seed = 5
     tables, states = [], []
     for data in (skewed, by_hand, plain):
         evaluation = ls.ClientEvaluation()
         states.append(fit(seeded(lit_mlp), data, max_epochs=2, callbacks=[evaluation]).state)
         tables.append(str(evaluation.table))
-    assert torch.equal(skewed.labels_in_examples, labels)
+        assert str(data.report()) == str(plain.report())
+        assert torch.equal(data.labels_in_examples, labels)
     assert (same_state(*states[:2]), tables[0] == tables[1]) == (True, True)
     assert (same_state(*states[1:]), tables[1] == tables[2]) == (False, False)
+    assert skewed.configuration().keys() - plain.configuration().keys() == {"client_transform"}
+    assert not torch.equal(other.examples.client_of_example, skewed.examples.client_of_example)
+    assert torch.equal(skewed.examples.client_of_example, client)
 
 
 @pytest.mark.parametrize("wrong", [torch.sin, 3, lambda example: example, [torch.sin]])

@@ -86,21 +86,24 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
     COLUMNS = ("rounds", "counts", "clients", "kind_of", "seconds", "epsilons")
 
     def __init__(
-        self, kinds: Iterable[Sequence[Any]] = (), names: Iterable[tuple[int, str]] = (), **columns: Tensor
+        self, kinds: Iterable[Sequence[Any]] = (), names: Iterable[Sequence[Any]] = (), **columns: Tensor
     ) -> None:
         rounds, counts, clients, kind_of, *own = (columns.get(name, EMPTY).tolist() for name in self.COLUMNS)
         spans = zip(rounds, counts, accumulate(counts), strict=True)
         self._spans = {round_idx: (end - count, end) for round_idx, count, end in spans}  # of each round's turns
         self._clients, self._kind_of = array("i", clients), array("i", kind_of)
         self._own = [array("d", column) for column in own]  # NaN, or beyond the end, for none
-        self._kinds, self._names = {tuple(kind): index for index, kind in enumerate(kinds)}, dict(names)
+        self._kinds, self._names = (
+            {tuple(kind): index for index, kind in enumerate(kinds)},
+            {(m, c): n for m, c, n in names},
+        )
 
     def __getitem__(self, round_idx: int) -> list[LedgerRow]:
         rows, kinds = [], [*self._kinds]
         for turn in range(*self._spans[round_idx]):
             kind = kinds[self._kind_of[turn]]
             at, epsilon = (next((n for n in own[turn : turn + 1] if not math.isnan(n)), None) for own in self._own)
-            client, name = self._clients[turn], self._names.get(self._clients[turn], "")
+            client, name = self._clients[turn], self._names.get((kind[4], self._clients[turn]), "")
             rows.append(LedgerRow._make((round_idx, client, *kind[:4], at, *kind[4:], epsilon, name)))
         return rows
 
@@ -119,7 +122,7 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
             self._spans[row.round_idx] = first, end + 1
             self._clients.append(row.client_id)
             if row.name:
-                self._names[row.client_id] = row.name
+                self._names[row.model, row.client_id] = row.name
             self._kind_of.append(self._kinds.setdefault((*row[2:6], *row[7:10]), len(self._kinds)))
             for column, number in zip(self._own, (row.virtual_seconds, row.example_epsilon), strict=True):
                 if number is not None:
@@ -130,7 +133,7 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
         """The arguments of an equal one: a few tensors, and the list of what turns have in common."""
         counts = array("i", (end - first for first, end in self._spans.values()))
         columns = array("q", self._spans), counts, self._clients, self._kind_of, *self._own
-        own = {"kinds": [*self._kinds], "names": [*self._names.items()]}
+        own = {"kinds": [*self._kinds], "names": [(*of, name) for of, name in self._names.items()]}
         return {**own, **dict(zip(self.COLUMNS, map(_tensor, columns), strict=True))}
 
 

@@ -32,16 +32,7 @@ _KEPT_BY_TORCH = frozenset({*vars(nn.Module()), *OF_MODULES, "_compiled_call_imp
 
 
 def parts_of(whole: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The direct parts of an object, each with its path: entries of containers, and attributes.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> layer.cache = {"seen": [1]}
-        >>> dict(parts_of(layer, "net.0"))["net.0.cache"]
-        {'seen': [1]}
-        >>> list(parts_of(layer.cache, "net.0.cache"))
-        [("net.0.cache['seen']", [1])]
-    """
+    """The direct parts of an object, each with its path: entries of containers, and attributes."""
     if isinstance(whole, LEAVES):
         return
     if isinstance(whole, dict):
@@ -355,14 +346,6 @@ def changed_attributes(module: nn.Module, without: Collection[str] = ()) -> Call
     Comparing takes long, and is meant for a few turns. What torch and Lightning keep for themselves does not count, nor
     do tensors that a pass computes, metrics, objects of libraries, and attributes ``without`` which it is asked. Of new
     attributes only those count that are flags, whole numbers or texts: the others are most likely to be made anew.
-
-    Example:
-        >>> line = nn.Linear(1, 1)
-        >>> line.steps, line.scale = 0, 1.0
-        >>> changed = changed_attributes(line)
-        >>> line.steps += 1
-        >>> changed()
-        ('steps',)
     """
     before = dict(_compared(module, without))
 

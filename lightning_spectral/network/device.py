@@ -430,13 +430,7 @@ def service_of(
 
 
 def maker(name: str) -> Callable[[], nn.Module]:
-    """What has a name, which must make a module when it is called without arguments.
-
-    Example:
-        >>> maker("torch.nn:Linear")
-        Traceback (most recent call last):
-        lightning_spectral.errors.DeviceError: torch.nn:Linear is called without arguments, and needs in_features, ...
-    """
+    """What has a name, which must make a module when it is called without arguments."""
     make: Callable[[], nn.Module] = _named(name)
     if isinstance(make, nn.Module) or not callable(make):
         raise DeviceError(f"{name} must be a class or function that makes the module, got a {type(make).__name__}.")

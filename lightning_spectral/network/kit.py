@@ -53,13 +53,7 @@ class Service:
     port: int | None = None
 
     def unit(self) -> str:
-        """Its service file for systemd, which runs it as whoever writes the file.
-
-        Example:
-            >>> service = Service("A clock", Path("/tmp"), ["date", "+%H h"], {"TZ": "UTC"})
-            >>> [line for line in service.unit().splitlines() if line.startswith(("Environment=", "ExecStart="))]
-            ['Environment=TZ=UTC', "ExecStart=date '+%%H h'"]
-        """
+        """Its service file for systemd, which runs it as whoever writes the file."""
         environment = "\n".join(f"Environment={_quoted(f'{k}={v}')}" for k, v in self.environment.items())
         command = " ".join(_quoted(word, in_command=True) for word in self.command)
         where = {"user": getpass.getuser(), "folder": str(self.folder).replace("%", "%%")}

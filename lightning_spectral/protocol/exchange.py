@@ -117,16 +117,6 @@ def check_same_buffers(module: nn.Module, shapes: Mapping[str, tuple[int, ...]])
 
     Raises:
         ValueError: If a buffer has appeared, gone or changed its shape. The message names all of them.
-
-    Example:
-        >>> module = nn.Module()
-        >>> module.register_buffer("queue", torch.zeros(2))
-        >>> shapes = buffer_shapes(module)
-        >>> module.queue = torch.zeros(3)
-        >>> check_same_buffers(module, shapes)
-        Traceback (most recent call last):
-        ValueError: Training has changed buffers that the server cannot follow: `queue` was of shape (2,) and is \
-of shape (3,). Register such a buffer with a tensor of its final size, or keep it in an attribute that is not a buffer.
     """
     if (found := buffer_shapes(module)) == dict(shapes):
         return

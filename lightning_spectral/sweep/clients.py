@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import yaml
+from lightning.pytorch.callbacks import ProgressBar
 from torch.utils.data import DataLoader, Subset
 
 from lightning_spectral.arguments import Whole, first_of, flag
@@ -21,7 +22,7 @@ from lightning_spectral.errors import check_is
 from lightning_spectral.participation import FullParticipation
 from lightning_spectral.partition import Partition
 from lightning_spectral.plugin import FederatedDataModule, FederatedModule
-from lightning_spectral.plugin.callbacks import ClientEvaluation, ClientRow, ClientTable, RoundHistory
+from lightning_spectral.plugin.callbacks import ClientEvaluation, ClientRow, ClientTable, RoundCallback, RoundHistory
 from lightning_spectral.plugin.callbacks.evaluation import OWN
 from lightning_spectral.plugin.settings import as_config
 from lightning_spectral.plugin.trainer import silence, silent_trainer
@@ -34,8 +35,9 @@ from lightning_spectral.sweep.plan import CHECKPOINT, FINISHED, LastCheckpoint, 
 
 __all__ = ["compare_clients"]
 Federate = Callable[[pl.LightningModule], FederatedModule]
+REPLACED = ProgressBar, RoundHistory, ClientEvaluation  # callbacks for which a comparison has its own, or none
 KINDS = ALONE, POOLED, OTHERS = "alone", "pooled", "of the others"
-EXPECTED = ".*does not have many workers|.*no `val_dataloader`|Checkpoint directory .* is not empty"  # of Lightning
+EXPECTED = ".*(not have many workers|no `val_dataloader`|directory .* is not empty|logging interval)"  # of Lightning
 
 
 def compare_clients(
@@ -66,7 +68,8 @@ def compare_clients(
         make: Makes your module.
         data: The clients' data.
         folder: Where checkpoints, tables and records are kept.
-        trainer: Arguments of every Trainer, whose epochs are rounds, or passes over examples; its callbacks are copied.
+        trainer: Arguments of every Trainer, whose epochs are rounds, or passes over examples; its callbacks are copied,
+            and those of rounds are for federations alone.
         federated: Functions from your module to its federation, by name; by default FedAvg of all clients.
         clients: Ids or names of those that are trained alone and left out; by default all with held-out examples.
         leave_out: Whether to train a federation of the others for each of these clients.
@@ -110,10 +113,11 @@ def compare_clients(
     weights = sha256("".join(map(digest, made.state_dict().values())).encode()).hexdigest()
     config = {**made.hparams, "seed": seed, "trainer": trainer, "weights": weights, "held_out": held_out.fingerprint}
 
-    def new_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-        own = {**copy.deepcopy(dict(trainer)), **options, "enable_checkpointing": True}
+    def new_trainer(place: Path, plain: bool, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+        own = {"default_root_dir": place, **copy.deepcopy(dict(trainer)), **options, "enable_checkpointing": True}
         given = own.get("callbacks") or ()
-        own["callbacks"] = [*([given] if isinstance(given, pl.Callback) else given), *callbacks]
+        given, of_rounds = [given] if isinstance(given, pl.Callback) else given, [RoundCallback] * plain
+        own["callbacks"] = [*(one for one in given if not isinstance(one, (*REPLACED, *of_rounds))), *callbacks]
         if (made := silent_trainer(**own)).world_size > 1:
             raise ValueError(f"One process compares clients, got {made.world_size}; write trainer={{'devices': 1}}.")
         return made
@@ -133,7 +137,7 @@ def compare_clients(
             own.val = Subset(seen, val.indices.tolist()) if own.val is None and val.num_assigned else own.val
             last = LastCheckpoint(place, Path(CHECKPOINT).stem, enable_version_counter=False)
             history = RoundHistory(place / RECORD, {"sweep": {**(settings or {}), "model": name.partition("/")[0]}})
-            made = new_trainer(last, *[history] * (federate is not None))
+            made = new_trainer(place, federate is None, last, *[history] * (federate is not None))
             with isolated_rng(seed, [made.strategy.root_device]), silence(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", EXPECTED)
                 module = make()
@@ -149,7 +153,9 @@ def compare_clients(
                     made.fit(model, datamodule=own, ckpt_path=start if start.is_file() else None)
                 if federate is None or len(members) < len(whole):
                     model = FederatedModule(module)  # that of the others numbers its clients in another way
-                new_trainer(evaluation, limit_val_batches=1.0).validate(model, datamodule=view, verbose=False)
+                new_trainer(place, True, evaluation, limit_val_batches=1.0).validate(
+                    model, datamodule=view, verbose=False
+                )
             write_record(done, name, {}, [{"round": 0, **evaluation.state_dict()}])
         return [ClientRow(**row) for row in read_record(done).lines[0]["tables"][0]["rows"]]
 

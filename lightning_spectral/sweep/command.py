@@ -14,11 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 
+import yaml
+
 from lightning_spectral.arguments import at_least_one
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.compared import group_runs, groups_table, in_order, on_repetitions
 from lightning_spectral.report.measures import choose_metric, lower_is_better
 from lightning_spectral.report.page import write_report
+from lightning_spectral.report.runs import NAME as RECORD
 from lightning_spectral.report.runs import printable, read_runs
 from lightning_spectral.sweep.plan import FINISHED, OUTPUT, PlannedRun, SweepError, begin, planned_runs
 from lightning_spectral.sweep.run import COMPARED, FEDERATED, resolved
@@ -73,7 +76,11 @@ def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], optio
     able = {}
     for run in runs:
         try:
-            begin(folder / run.folder, resolved(given, run))
+            config = resolved(given, run)
+            data = yaml.safe_load(config)["data"]
+            if options.ends and not data.get("init_args", data).get("client_val_fraction"):
+                raise SweepError("`--ends` compares clients of one model; add --data.client_val_fraction=0.2")
+            begin(folder / run.folder, config)
             able[run] = folder / run.folder
         except SweepError as error:
             mistakes[str(error)].append(run)
@@ -94,7 +101,8 @@ def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], optio
         else:
             left = (time.monotonic() - begun) / number * (len(waiting) - number)
             print(f"[{before + number}/{len(able)}] {run.name}, {left / 60:.1f} min left", flush=True)
-    finished = [place / FEDERATED if options.ends else place for place in able.values() if (place / done).is_file()]
+    record = Path(FEDERATED, RECORD) if options.ends else Path(RECORD)
+    finished = [place / record for place in able.values() if (place / done).is_file()]
     if finished:
         try:
             metric, read, _ = choose_metric(read_runs(finished)[0])

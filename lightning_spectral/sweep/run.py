@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_spectral.plugin.callbacks import RoundCallback, RoundHistory
+from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.cli import FederatedCLI, errors_in_one_line, one_line
 from lightning_spectral.plugin.trainer import silence
 from lightning_spectral.report.runs import NAME as RECORD
@@ -66,7 +67,8 @@ def train(folder: Path, settings: Mapping[str, Any], ends: bool = False) -> None
         """A command line whose Trainer keeps its record and its last round in the run's folder."""
 
         def instantiate_trainer(self, **options: Any) -> Trainer:
-            listed = _listed(self.config_init.trainer.callbacks)
+            own = self.config_init.trainer.callbacks or []
+            listed: list[Callback] = list(own) if isinstance(own, Sequence) else [own]
             kept = [one for one in listed if not isinstance(one, ProgressBar)]  # nobody would see its bars
             history = next((one for one in kept if isinstance(one, RoundHistory)), None) or RoundHistory()
             history.path, history.config = folder / RECORD, {"sweep": settings}
@@ -89,29 +91,21 @@ def train(folder: Path, settings: Mapping[str, Any], ends: bool = False) -> None
     (folder / FINISHED).touch()
 
 
-def _listed(callbacks: Any) -> list[Callback]:
-    return [*callbacks] if isinstance(callbacks, Sequence) else [callbacks] * (callbacks is not None)
-
-
 def _compare(cli: FederatedCLI, folder: Path, settings: Mapping[str, Any]) -> None:
-    """Compare the federation of a config with the two ends, on clients' held-out examples."""
-
-    def build(part: str) -> Any:
-        return cli.parser.instantiate_classes(cli.config)[part]
+    """Compare the run with the two ends, on clients' held-out examples."""
 
     def federate(module: LightningModule) -> Any:
-        model = build("model")
+        model = copy.deepcopy(cli.model)
         model.module.load_state_dict(module.state_dict())
         return model
 
-    options = {name: value for name, value in vars(build("trainer")).items() if value is not None and name != "logger"}
-    listed = _listed(options.get("callbacks"))
-    options["callbacks"] = [one for one in listed if not isinstance(one, ProgressBar | RoundCallback)]
+    given = vars(cli.config_init.trainer).items()
+    options = {name: value for name, value in given if value is not None and name != "default_root_dir"}
     compare_clients(
-        lambda: build("model").module,
+        lambda: copy.deepcopy(cli.model.module),
         cli.datamodule,
         folder,
-        trainer=options,
+        trainer={**options, "logger": True},
         federated={FEDERATED: federate},
         leave_out=False,
         settings=settings,

@@ -1,6 +1,6 @@
 """A federation over a network gives the bits of the simulation, whatever the line does to messages."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 

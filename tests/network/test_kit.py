@@ -16,7 +16,7 @@ import yaml
 
 from lightning_spectral.network import kit as kit_module
 from lightning_spectral.network.command import main
-from lightning_spectral.network.kit import NODE_PORT, Kit, write_certificates
+from lightning_spectral.network.kit import NODE_PORT, Kit, Service, write_certificates
 from lightning_spectral.network.status import write_whole
 
 FLOWER = Path(sys.executable).with_name("flower-superlink")
@@ -235,3 +235,9 @@ def test_an_app_has_a_name_that_flower_takes_whatever_its_folder_is_called(folde
     (name,) = re.findall(r'(?m)^name = "(.*)"$', (tmp_path / folder / "pyproject.toml").read_text())
     assert re.fullmatch(r"app(-[a-z0-9]+)+", name)
     assert len(name) <= 32
+
+
+def test_a_service_file_has_its_words_quoted_for_systemd() -> None:
+    service = Service("A clock", Path("/tmp"), ["date", "+%H h"], {"TZ": "UTC"})
+    lines = [line for line in service.unit().splitlines() if line.startswith(("Environment=", "ExecStart="))]
+    assert lines == ["Environment=TZ=UTC", "ExecStart=date '+%%H h'"]

@@ -278,12 +278,24 @@ def test_the_two_ends_stand_beside_each_federation(folder: Path, tmp_path: Path)
     (run,) = planned_runs(["data.partitioner.alpha=1.0"], [3])
     place = tmp_path / run.folder
     begin(place, resolved(["--config", "run.yaml", "--data.client_val_fraction=0.3", *run.arguments], run))
-    for _ in range(2):  # the second trains nothing
-        train(place, run.settings, ends=True)
+    train(place, run.settings, ends=True)
+    written = {path: path.stat().st_mtime_ns for path in place.glob("*/*")}
+    train(place, run.settings, ends=True)  # trains nothing
+    assert {path: path.stat().st_mtime_ns for path in place.glob("*/*")} == written
     (found,), _ = read_runs([place / "federated"])
+    train(place, {})  # the run alone has the same initial weights and draws
+    (alone,), _ = read_runs([place / "rounds.jsonl"])
+    assert [row["fl/loss"] for row in found.rows] == [row["fl/loss"] for row in alone.rows]
     assert found.config["sweep"] == {"alpha": "1.0", "seed": 3, "model": "federated"}
     lines = read_record(place / "federated" / "rounds.jsonl").lines
     assert sum("trained" in line for line in lines) == 2
     columns = lines[-1]["tables"]["val_loss/tables/clients"]["columns"]
     assert {f"val_loss, {kind}" for kind in ("alone", "pooled", "federated")} < {*columns}
-    assert [(place / name).is_file() for name in ("compared", "finished")] == [True, False]
+    assert [(place / name).is_file() for name in ("compared", "finished")] == [True, True]
+
+
+def test_ends_are_compared_on_what_clients_hold_out(sweep: Callable[..., Told]) -> None:
+    for config in ("run.yaml", "two.yaml"):
+        told = sweep("--config", config, "--seeds", "0", "--ends", "-o", f"ends of {config}")
+        assert (told.status, told.out) == (2, "")
+        assert "`--ends` compares clients of one model; add --data.client_val_fraction=0.2" in told.err[0]

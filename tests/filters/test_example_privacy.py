@@ -102,6 +102,33 @@ def test_a_turn_is_a_loop_by_hand(fit: Fit) -> None:
         torch.testing.assert_close(p, q, rtol=0, atol=100 * grid_of(NOISE * CLIP))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Opacus' own
+def test_a_turn_without_its_noise_and_its_epsilon_are_those_of_opacus(fit: Fit, monkeypatch: Any) -> None:
+    pytest.importorskip("opacus", reason="Opacus is an oracle here, and no dependency")
+    from opacus.accountants import PRVAccountant
+    from opacus.grad_sample import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    monkeypatch.setattr(SecretNormals, "__call__", lambda self, size: torch.zeros(size, dtype=torch.float64))
+    lit, examples = seeded(STILL), toy_examples(40)
+    data = ls.FederatedDataModule(examples, ls.IIDPartitioner(1), batch_size=10)
+    net, (x, y), numbers = GradSampleModule(seeded(STILL)), examples.tensors, SecretNormals(repr((1, 0, 0)).encode())
+    plain = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = DPOptimizer(plain, noise_multiplier=0.0, max_grad_norm=CLIP, expected_batch_size=10)
+    fit(lit, data, clients_per_round=1, local_epochs=2, filters=[PRIVACY])
+    for drawn in (numbers.uniform(40) < 1 / 4 for _ in range(8)):
+        optimizer.zero_grad()
+        own = data.partition.indices[drawn]
+        nn.functional.cross_entropy(net(x[own]), y[own]).backward()
+        optimizer.step()
+    for p, q in zip(lit.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)  # Opacus adds 1e-6 to norms
+    accountant = PRVAccountant()
+    accountant.history = [(NOISE, 1 / 4, 8)]
+    assert epsilon(1 / 4, NOISE, 8, DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=0.01)
+
+
 class Norms(ls.client.LocalHook):
     """Notes the norm of each gradient that a step uses."""
 

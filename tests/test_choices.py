@@ -168,7 +168,7 @@ REFUSED: dict[Callable[..., Any], Rows] = {
     ],
     ls.Uniform: [
         ({"active": 0}, "`active` must be at least 1 and finite, got 0"),
-        ({"active": 0.2}, r"got 0\.2; it counts clients, and is no share of them"),
+        ({"active": 0.2}, r"got 0\.2; it is a number of clients, not a share"),
         ({"active": 2.5, "design": ls.Systematic()}, "must be whole with a design, got 2.5; round it or"),
         ({"active": 2, "design": ls.Systematic}, "got the class Systematic; write Systematic"),
         ({"active": 2, "normalize": "yes"}, "`normalize` must be True or False, got 'yes'"),

@@ -136,6 +136,7 @@ def test_a_resumed_run_has_the_levels_of_the_uninterrupted_one(
     check_resumes(fit, Levelled, data, tmp_path, algorithm=algorithm, clients_per_round=3)
 
 
+@pytest.mark.sampled(1)
 @DROPPED
 @DENSE_AND_MIXED
 def test_when_a_client_that_is_left_out_fails_makes_no_difference(algorithm: Any, data: Any, fit: Fit) -> None:
@@ -277,6 +278,7 @@ def test_each_client_starts_with_what_the_server_keeps_now(kind: str, data: Any,
     assert repr(kept) == expected[2]
 
 
+@pytest.mark.sampled(1)
 @DENSE_AND_MIXED
 def test_metrics_gradients_and_optimizer_state_start_empty_and_are_dropped(algorithm: Any, data: Any, fit: Fit) -> None:
     class Measuring(Lit):
@@ -311,6 +313,7 @@ def test_metrics_gradients_and_optimizer_state_start_empty_and_are_dropped(algor
 # What is said of it
 
 
+@pytest.mark.sampled(1)
 @DENSE_AND_MIXED
 def test_one_warning_names_what_clients_change_and_the_server_drops(algorithm: Any, data: Any, fit: Fit) -> None:
     def count(module: Any) -> None:
@@ -326,6 +329,7 @@ def test_one_warning_names_what_clients_change_and_the_server_drops(algorithm: A
     assert said == [warning]
 
 
+@pytest.mark.sampled(1)
 @DENSE_AND_MIXED
 def test_nothing_is_said_where_clients_change_nothing_that_is_dropped(algorithm: Any, data: Any, fit: Fit) -> None:
     class Quiet(Noisy):
@@ -489,6 +493,7 @@ def test_a_fit_keeps_the_module_its_parameters_and_their_memory(algorithm: Any, 
     assert {name: (id(tensor), tensor.data_ptr()) for name, tensor in now.items()} == places
 
 
+@pytest.mark.sampled(1)
 @DENSE_AND_MIXED
 def test_clients_train_the_very_module_with_the_very_optimizer(algorithm: Any, data: Any, fit: Fit) -> None:
     class Watched(Lit):
@@ -519,6 +524,7 @@ def test_clients_train_the_very_module_with_the_very_optimizer(algorithm: Any, d
     assert first.data_ptr() == own
 
 
+@pytest.mark.sampled(1)
 @DENSE_AND_MIXED
 def test_a_second_fit_of_the_same_module_goes_on_from_the_first(algorithm: Any, data: Any, fit: Fit) -> None:
     """As one of a fresh module with the same weights does."""

@@ -274,6 +274,7 @@ def test_a_record_from_before_the_first_checkpoint_is_removed_and_others_are_kep
     assert not (tmp_path / "rounds.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_two_ends_stand_beside_each_federation(folder: Path, tmp_path: Path) -> None:
     (run,) = planned_runs(["data.partitioner.alpha=1.0"], [3])
     place = tmp_path / run.folder

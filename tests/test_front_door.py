@@ -119,7 +119,8 @@ def test_a_package_inside_a_package_is_found_from_the_top(said: dict[str, list[s
 def test_a_federation_imports_every_choice_but_no_logger_and_no_other_lightning(said: dict[str, list[str]]) -> None:
     """jsonargparse finds a class without a dotted path if it has been imported."""
     assert {"pytorch_lightning", "wandb", "matplotlib", "mlxtend"}.isdisjoint(said["federation"])
-    assert {choice.__module__ for choice in PUBLIC.values()} <= {*said["federation"]}
+    choices = [choice for choice in PUBLIC.values() if choice is not ls.compare_clients]  # a function of many runs
+    assert {choice.__module__ for choice in choices} <= {*said["federation"]}
 
 
 @pytest.mark.parametrize("name", INSTEAD)

@@ -40,6 +40,12 @@ from lightning_spectral.algorithms import WidthSharding as WidthSharding
 from lightning_spectral.algorithms import Zampling as Zampling
 from lightning_spectral.algorithms import cost_table as cost_table
 from lightning_spectral.algorithms import largest_that_fits as largest_that_fits
+from lightning_spectral.algorithms.spectral.start import SpectralStart as SpectralStart
+from lightning_spectral.client import CalibratedLogits as CalibratedLogits
+from lightning_spectral.client import FixedBatchNorm as FixedBatchNorm
+from lightning_spectral.client import GradientClip as GradientClip
+from lightning_spectral.client import MaskedLogits as MaskedLogits
+from lightning_spectral.client import ProximalTerm as ProximalTerm
 from lightning_spectral.designs import Brewer as Brewer
 from lightning_spectral.designs import ConditionalPoisson as ConditionalPoisson
 from lightning_spectral.designs import MinimumSupport as MinimumSupport
@@ -98,6 +104,18 @@ from lightning_spectral.plugin.callbacks import RoundProgressBar as RoundProgres
 from lightning_spectral.plugin.callbacks import SubmodelSampling as SubmodelSampling
 from lightning_spectral.plugin.callbacks import SVDRefresh as SVDRefresh
 from lightning_spectral.protocol import Schedule as Schedule
+from lightning_spectral.server import BoundedMomentum as BoundedMomentum
+from lightning_spectral.server import Faults as Faults
+from lightning_spectral.server import FedAdagrad as FedAdagrad
+from lightning_spectral.server import FedAdam as FedAdam
+from lightning_spectral.server import FedAvgM as FedAvgM
+from lightning_spectral.server import FedYogi as FedYogi
+from lightning_spectral.server import GeometricMedian as GeometricMedian
+from lightning_spectral.server import Krum as Krum
+from lightning_spectral.server import LeaveOut as LeaveOut
+from lightning_spectral.server import Median as Median
+from lightning_spectral.server import MultiKrum as MultiKrum
+from lightning_spectral.server import TrimmedMean as TrimmedMean
 from lightning_spectral.sharding import Collective as Collective
 from lightning_spectral.sharding import EffectiveCohort as EffectiveCohort
 from lightning_spectral.sharding import PrefixChannels as PrefixChannels
@@ -111,21 +129,3 @@ from lightning_spectral.simulation import VirtualClock as VirtualClock
 from lightning_spectral.sweep.clients import compare_clients as compare_clients
 
 __version__: str
-from lightning_spectral.algorithms.spectral.start import SpectralStart as SpectralStart
-from lightning_spectral.client import CalibratedLogits as CalibratedLogits
-from lightning_spectral.client import FixedBatchNorm as FixedBatchNorm
-from lightning_spectral.client import GradientClip as GradientClip
-from lightning_spectral.client import MaskedLogits as MaskedLogits
-from lightning_spectral.client import ProximalTerm as ProximalTerm
-from lightning_spectral.server import BoundedMomentum as BoundedMomentum
-from lightning_spectral.server import Faults as Faults
-from lightning_spectral.server import FedAdagrad as FedAdagrad
-from lightning_spectral.server import FedAdam as FedAdam
-from lightning_spectral.server import FedAvgM as FedAvgM
-from lightning_spectral.server import FedYogi as FedYogi
-from lightning_spectral.server import GeometricMedian as GeometricMedian
-from lightning_spectral.server import Krum as Krum
-from lightning_spectral.server import LeaveOut as LeaveOut
-from lightning_spectral.server import Median as Median
-from lightning_spectral.server import MultiKrum as MultiKrum
-from lightning_spectral.server import TrimmedMean as TrimmedMean

@@ -160,13 +160,13 @@ class TermRates:
             return
         omegas = [layer.omega for layer in self._layers]
         sizes, omega = [len(own) for own in omegas], torch.cat(omegas)  # of all layers, which starts fewer kernels
-        factors = torch.split(self.factors(omega), sizes)
+        factors = self.factors(omega)
         # without values, the largest terms count as too large, and multipliers as small
         looks: list[list[bool]] = [[self.clip_weight_lr < math.inf, True] for _ in sizes]
         if has_values(omega):
-            flags = [own.any() for each in (torch.cat(factors) < 1.0, omega != 1.0) for own in torch.split(each, sizes)]
+            flags = [own.any() for each in (factors < 1.0, omega != 1.0) for own in torch.split(each, sizes)]
             looks = torch.stack(flags).view(2, -1).T.tolist()  # read from the device at once
-        for layer, own, (is_too_fast, multiplies) in zip(self._layers, factors, looks, strict=True):
+        for layer, own, (is_too_fast, multiplies) in zip(self._layers, torch.split(factors, sizes), looks, strict=True):
             layer.multiplies = multiplies
             if is_too_fast:
                 self._scaled += _of_both_vectors(layer, own)

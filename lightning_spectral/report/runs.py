@@ -173,8 +173,8 @@ def read_run(path: Path) -> LoggedRun:
             state = "is not a run" if path.exists() else "does not exist"
             raise ReportError(f"{path} {state}; expected {EXPECTED}.")
         head, lines, is_whole = read_record(path)
-        parts = [part for part in path.parent.parts if part != "federated"]  # as a comparison of clients calls its run
-        name = "/".join(parts[-2:]) if path.name == NAME else path.stem
+        depth = 3 if "model" in head["config"].get("sweep", ()) else 2  # of folders: a comparison has several models
+        name = "/".join(path.parent.parts[-depth:]) if path.name == NAME else path.stem
         run = run_of(name, path, head["config"], lines)
         notes = run.notes if is_whole else (*run.notes, NOT_ENDED)
         return replace(run, notes=notes, run=head["run"], begun=as_number(head.get("begun")) or 0.0)

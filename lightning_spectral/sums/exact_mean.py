@@ -31,14 +31,16 @@ SMALL = 2**12  # values in a tensor up to which starting an operation takes long
 def largest_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Largest absolute value of each tensor, NaN if it holds one, 0 if it is empty, in one read from the device."""
     magnitudes = dict.fromkeys(tensors, 0.0)
-    filled = {n: t if t.is_floating_point() else t.double() for n, t in tensors.items() if t.numel()}
-    if not filled:
+    if not (filled := {name: tensor for name, tensor in tensors.items() if tensor.numel()}):
         return magnitudes
     values = list(filled.values())
     if {tensor.device.type for tensor in values} == {"cpu"}:
         # several times as fast on a CPU as the infinity norm of `torch._foreach_norm`, which is not vectorised there
-        found = torch.stack([end for tensor in values for end in torch.aminmax(tensor)]).view(-1, 2).abs().amax(1)
+        ends = [end for tensor in values for end in torch.aminmax(tensor)]
+        exact = [end if end.is_floating_point() else end.double() for end in ends]
+        found = torch.stack(exact).view(-1, 2).abs().amax(1)
     else:  # a GPU reads all tensors of a type in one operation
+        values = [tensor if tensor.is_floating_point() else tensor.double() for tensor in values]
         kinds = {tensor.dtype for tensor in values}
         norms = {kind: iter(torch._foreach_norm([t for t in values if t.dtype is kind], math.inf)) for kind in kinds}
         found = torch.stack([next(norms[tensor.dtype]) for tensor in values])

@@ -115,9 +115,9 @@ def compare_clients(
 
     def new_trainer(place: Path, plain: bool, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
         own = {"default_root_dir": place, **copy.deepcopy(dict(trainer)), **options, "enable_checkpointing": True}
-        given = own.get("callbacks") or ()
-        given, of_rounds = [given] if isinstance(given, pl.Callback) else given, [RoundCallback] * plain
-        own["callbacks"] = [*(one for one in given if not isinstance(one, (*REPLACED, *of_rounds))), *callbacks]
+        given, dropped = own.get("callbacks") or (), (*REPLACED, RoundCallback) if plain else REPLACED
+        listed = [given] if isinstance(given, pl.Callback) else given
+        own["callbacks"] = [*(one for one in listed if not isinstance(one, dropped)), *callbacks]
         if (made := silent_trainer(**own)).world_size > 1:
             raise ValueError(f"One process compares clients, got {made.world_size}; write trainer={{'devices': 1}}.")
         return made

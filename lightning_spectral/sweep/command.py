@@ -77,9 +77,10 @@ def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], optio
     for run in runs:
         try:
             config = resolved(given, run)
-            data = yaml.safe_load(config)["data"]
-            if options.ends and not data.get("init_args", data).get("client_val_fraction"):
-                raise SweepError("`--ends` compares clients of one model; add --data.client_val_fraction=0.2")
+            if options.ends:
+                data = yaml.safe_load(config).get("data") or {}
+                if not data.get("init_args", data).get("client_val_fraction"):
+                    raise SweepError("`--ends` compares clients of one model; add --data.client_val_fraction=0.2")
             begin(folder / run.folder, config)
             able[run] = folder / run.folder
         except SweepError as error:

@@ -93,10 +93,8 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
         self._spans = {round_idx: (end - count, end) for round_idx, count, end in spans}  # of each round's turns
         self._clients, self._kind_of = array("i", clients), array("i", kind_of)
         self._own = [array("d", column) for column in own]  # NaN, or beyond the end, for none
-        self._kinds, self._names = (
-            {tuple(kind): index for index, kind in enumerate(kinds)},
-            {(m, c): n for m, c, n in names},
-        )
+        self._kinds = {tuple(kind): index for index, kind in enumerate(kinds)}
+        self._names = {(model, client): name for model, client, name in names}
 
     def __getitem__(self, round_idx: int) -> list[LedgerRow]:
         rows, kinds = [], [*self._kinds]

@@ -130,15 +130,21 @@ class ClientData:
 
     def spend(self, privacy: ExamplePrivacy, steps: int = 0) -> float:
         """Count the steps of a turn that begins, if any; return the epsilon of all turns, or raise `Spent`."""
-        path, known = Path(self.state_folder or "", SPENT), (len(self.train), self.batch_size)
-        turns = [tuple(stretch) for stretch in json.loads(path.read_text())] if path.exists() else []
-        if steps <= 0:
-            return epsilon_of(turns, privacy.delta) if turns else 0.0
-        turns = joined(turns, (draws(*known)[0], privacy.multiplier(*known), steps))
-        after = epsilon_of(turns, privacy.delta)
-        if privacy.target_epsilon is not None and after > privacy.target_epsilon:
-            raise Spent("this turn would exceed the `target_epsilon` of `example_privacy`")
-        write_whole(path, json.dumps(turns).encode())
+        import fcntl  # which the server's machine may lack
+
+        folder, known = Path(self.state_folder or ""), (len(self.train), self.batch_size)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # or another process with this folder might write over this turn
+            written = spent.read_text() if (spent := folder / SPENT).exists() else "[]"
+            turns = [tuple(stretch) for stretch in json.loads(written)]
+            if steps <= 0:
+                return epsilon_of(turns, privacy.delta) if turns else 0.0
+            turns = joined(turns, (draws(*known)[0], privacy.multiplier(*known), steps))
+            after = epsilon_of(turns, privacy.delta)
+            if privacy.target_epsilon is not None and after > privacy.target_epsilon:
+                raise Spent("this turn would exceed the `target_epsilon` of `example_privacy`")
+            write_whole(spent, json.dumps(turns).encode())
         return after
 
     def batches(self, download: Download) -> ClientBatches:

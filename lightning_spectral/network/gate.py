@@ -45,13 +45,7 @@ def read_parts(answer: Answer) -> Parts:
 
 
 def read_identity(answer: Answer) -> Identity:
-    """Who a device says that it is.
-
-    Example:
-        >>> from lightning_spectral.network.messages import Holding, identity_parts
-        >>> read_identity(Answer("a ticket", identity_parts(Identity("ward 7", {"": Holding(80, 64)})))).holdings
-        {'': Holding(num_examples=80, examples_per_epoch=64, keep_ratio=None, num_held_out=0, budget_bytes=None)}
-    """
+    """Who a device says that it is."""
     data = read_parts(answer).get(Part.IDENTITY, b"")
     _check_size("identity", len(data), SMALL)
     try:

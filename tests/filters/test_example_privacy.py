@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -399,6 +401,15 @@ def test_devices_count_all_runs_and_take_no_part_beyond_their_budget(fit: Fit, t
     for client in range(12):
         spent_by = json.loads((tmp_path / str(client) / "spent.json").read_text())
         assert spent_by == [[min(1.0, 5 / size), NOISE, 3 * math.ceil(size / 5)]]
+
+
+def test_turns_of_several_processes_with_one_folder_are_all_counted(tmp_path: Path, monkeypatch: Any) -> None:
+    data = network.ClientData(toy_client_data()[0], 4, state_folder=str(tmp_path), example_privacy=PRIVACY)
+    monkeypatch.setattr(network.device, "epsilon_of", lambda *_: time.sleep(0.02) or 1.0)  # all read before one writes
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda steps: data.spend(PRIVACY, steps), range(1, 5)))
+    ((_, _, steps),) = json.loads((tmp_path / "spent.json").read_text())
+    assert steps == 10
 
 
 def test_a_device_refuses_what_would_tell_of_its_examples(fit: Fit, tmp_path: Path, monkeypatch: Any) -> None:

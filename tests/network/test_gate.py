@@ -230,6 +230,7 @@ NO_COUNT, NO_VARIANCE = "num_batches_tracked holds a count that is not whole", f
 PACKS_ALL = variant(ls.Int8, device=lambda self, half: ErrorFeedback(ls.Int8()))()  # somebody's own: buffers as well
 REFUSED: dict[str, tuple[type[LitMLP], dict[str, Any], Callable[[Parts], Parts], str]] = {
     "a loss": (LitMLP, {"algorithm": ls.QFedAvg()}, changed(loss_before=-1.0), r"takes powers of losses.*got -1;"),
+    "another's": (LitMLP, {}, changed(unit=WorkUnit(99)), r"it is about client 99, and was sent by \d"),
     "its own rate": (LitMLP, {"algorithm": ls.Scaffold()}, with_value("learning_rate:", 1e-6), "was not asked"),
     "a variance": (LitNormed, {}, with_value(VARIANCE, -3.0), NO_VARIANCE),
     "beside packed values": (LitNormed, {"filters": [ls.TopK(0.1)]}, with_value(VARIANCE, -3.0), NO_VARIANCE),

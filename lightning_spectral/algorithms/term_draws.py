@@ -79,19 +79,16 @@ class TermDraws:
         """Which terms some client of the round could hold, shape ``(N,)``, bool, on the CPU."""
         return torch.stack([plan.inclusion_probs > 0 for plan in self.groups.values()]).any(dim=0)
 
-    def draw(self, cohort: Cohort, unit: WorkUnit) -> tuple[Tensor, Tensor]:
-        """One unit's sorted term indices and their multipliers, both of shape ``(n,)``, on the CPU."""
-        keep_ratio = cohort.capacity_of(unit)
-        plan = self.groups[keep_ratio]
-        if plan.dealt is None:
-            generator = derived_generator(cohort.seed, "terms", cohort.round_idx, *unit.ids, self.name)
-            drawn = plan.design.draw(1, generator)[0]
-        else:
-            drawn = plan.dealt[unit.key]
-        return drawn, self.multipliers(keep_ratio, drawn)
+    def draw(self, cohort: Cohort, unit: WorkUnit) -> Tensor:
+        """One unit's sorted term indices, shape ``(n,)``, on the CPU."""
+        plan = self.groups[cohort.capacity_of(unit)]
+        if plan.dealt is not None:
+            return plan.dealt[unit.key]
+        generator = derived_generator(cohort.seed, "terms", cohort.round_idx, *unit.ids, self.name)
+        return plan.design.draw(1, generator)[0]
 
     def multipliers(self, keep_ratio: float, drawn: Tensor) -> Tensor:
-        """The multipliers of a client's drawn terms, shape ``(n,)``, float64."""
+        """The multipliers of a client's drawn terms, shape ``(n,)``, float64, on the CPU."""
         return self.strategy.drawn_multipliers(self.singular_values, self.groups[keep_ratio].multipliers, drawn)
 
     def client_errors(self) -> dict[float, float]:
@@ -210,13 +207,7 @@ def naming_layer(name: str) -> Iterator[None]:
 
 
 def places_of_terms(terms: Tensor, left: Tensor, right: Tensor, left_name: str, right_name: str) -> dict[str, Tensor]:
-    """The places of some terms' entries in two flattened factors, ``(rows, N)`` and ``(N, columns)``, by their names.
-
-    Example:
-        >>> places = places_of_terms(torch.tensor([0, 2]), torch.zeros(2, 3), torch.zeros(3, 2), "u", "v")
-        >>> places["u"].tolist(), places["v"].tolist()
-        ([[0, 2], [3, 5]], [[0, 1], [4, 5]])
-    """
+    """The places of terms in two flattened factors, ``(rows, N)`` and ``(N, columns)``, by the names of the factors."""
     (rows, number), columns = left.shape, right.shape[1]
     terms = terms.cpu()
     return {

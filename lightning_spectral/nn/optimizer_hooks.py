@@ -164,8 +164,8 @@ class TermRates:
         # without values, the largest terms count as too large, and multipliers as small
         looks: list[list[bool]] = [[self.clip_weight_lr < math.inf, True] for _ in sizes]
         if has_values(omega):
-            flags = [own.any() for each in (factors < 1.0, omega != 1.0) for own in torch.split(each, sizes)]
-            looks = torch.stack(flags).view(2, -1).T.tolist()  # read from the device at once
+            flags = torch.stack([factors < 1.0, omega != 1.0]).cpu()  # read from the device at once
+            looks = [own.any(1).tolist() for own in torch.split(flags, sizes, dim=1)]
         for layer, own, (is_too_fast, multiplies) in zip(self._layers, torch.split(factors, sizes), looks, strict=True):
             layer.multiplies = multiplies
             if is_too_fast:
@@ -175,8 +175,10 @@ class TermRates:
         """The factor of each term that the layers hold, one layer after another, of all multipliers likewise."""
         # Both vectors of a drawn term have equal length, so v stands in for a u without some of its rows, whose norm
         # would allow too long a step.
-        lefts = [(layer.u if layer.has_all_rows else layer.v.T).square().sum(0) for layer in self._layers]
-        squares = torch.cat(lefts) + torch.cat([layer.v.square().sum(1) for layer in self._layers])
+        rights: list[Tensor] = [layer.v for layer in self._layers]
+        lefts = [layer.u if layer.has_all_rows else layer.v.T for layer in self._layers]
+        squares_u, squares_v = torch._foreach_mul(lefts, lefts), torch._foreach_mul(rights, rights)
+        squares = torch.cat([own.sum(0) for own in squares_u]) + torch.cat([own.sum(1) for own in squares_v])
         of_weight = weight_lr_factors(squares, omega, self.clip_weight_lr)
         return torch.minimum(effective_lr_factors(omega, self.clip_tau), of_weight)
 

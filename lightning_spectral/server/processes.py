@@ -87,7 +87,7 @@ class Processes(Peers, Workers):
             else:
                 buckets.append([tensor])
         for bucket in buckets:
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            flat = torch.cat([tensor.reshape(-1).to(self.device) for tensor in bucket])
             with self._meeting():
                 dist.all_reduce(flat)
             sizes = [tensor.numel() for tensor in bucket]

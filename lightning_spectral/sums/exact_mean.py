@@ -29,12 +29,16 @@ SMALL = 2**12  # values in a tensor up to which starting an operation takes long
 
 @torch.no_grad()
 def largest_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Largest absolute value of each tensor, NaN if it holds one, 0 if it is empty, in one read from the device."""
+    """Largest absolute value of each tensor, NaN if it holds one, 0 if it is empty, in one read from each device."""
     magnitudes = dict.fromkeys(tensors, 0.0)
     if not (filled := {name: tensor for name, tensor in tensors.items() if tensor.numel()}):
         return magnitudes
     values = list(filled.values())
-    if {tensor.device.type for tensor in values} == {"cpu"}:
+    if len(devices := {tensor.device for tensor in values}) > 1:
+        for device in devices:
+            magnitudes |= largest_magnitudes({name: own for name, own in filled.items() if own.device == device})
+        return magnitudes
+    if devices == {torch.device("cpu")}:
         # several times as fast on a CPU as the infinity norm of `torch._foreach_norm`, which is not vectorised there
         ends = [end for tensor in values for end in torch.aminmax(tensor)]
         exact = [end if end.is_floating_point() else end.double() for end in ends]
@@ -57,21 +61,14 @@ class SummandError(OverflowError):
 
 
 def check_summable(*magnitudes: float) -> None:
-    """Raise `SummandError` if values up to any of some magnitudes are not finite, or too large for an exact sum.
-
-    Example:
-        >>> check_summable(1.0, math.nan)
-        Traceback (most recent call last):
-        lightning_spectral.sums.exact_mean.SummandError: its contribution to the sums holds values up to nan
-    """
+    """Raise `SummandError` if values up to any of some magnitudes are not finite, or too large for an exact sum."""
     if wrong := [magnitude for magnitude in magnitudes if not can_be_summed(magnitude)]:
         raise SummandError(f"its contribution to the sums holds values up to {max(wrong):.0e}")
 
 
-def largest_within(bound: float, values: Callable[[], Tensor]) -> float:
-    """Return a bound on magnitudes, or the computed largest magnitude if the bound cannot guarantee an exact sum."""
-    sure = can_be_summed(2 * bound)  # twice, for what rounding adds
-    return bound if sure else largest_magnitudes({"values": values()})["values"]
+def largest_within(bound: float, values: Callable[[], Tensor], most: float = LARGEST) -> float:
+    """Return a bound on magnitudes; or the computed largest one, if it could be more than ``most`` once rounded."""
+    return bound if 2 * bound <= most else largest_magnitudes({"values": values()})["values"]
 
 
 class Weights:

@@ -16,8 +16,8 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 from lightning_spectral.algorithms import term_draws
 from lightning_spectral.algorithms.spectral import algorithm as spectral
-from lightning_spectral.algorithms.spectral.aggregation import LayerMean, MeanOfTerms, TrainedTerms
-from lightning_spectral.algorithms.spectral.algorithm import SpectralHalf
+from lightning_spectral.algorithms.spectral.aggregation import LayerMean, MeanOfTerms, SentTerms, TrainedTerms
+from lightning_spectral.algorithms.spectral.algorithm import LayerRound, SpectralHalf
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.functional.sampling.without_fit import ONE, minimum_support
 from lightning_spectral.functional.spectra import factorize, num_terms_for, singular_terms
@@ -33,8 +33,9 @@ def algorithm(strategy: ls.sharding.ShardingStrategy, **options: Any) -> ls.Spec
     return ls.SpectralSharding.published(strategy, aggregation=ls.algorithms.MatrixMeans(), **options)
 
 
-def trained(terms: Tensor, u: Tensor, v: Tensor, multipliers: Tensor) -> TrainedTerms:
-    return TrainedTerms(terms, u, v, magnitudes=(1.0, 1.0), multipliers=lambda: multipliers)
+def trained(layer: LayerRound, terms: Tensor, u: Tensor, v: Tensor, multipliers: Tensor) -> TrainedTerms:
+    sent = SentTerms(terms, multipliers, terms, multipliers, layer.mean.u[:, terms], layer.mean.v[terms])
+    return TrainedTerms(sent, u, v, magnitudes=(1.0, 1.0))
 
 
 def sent_matrices(seen: Any, sent: Any, name: str) -> list[Tensor]:
@@ -120,7 +121,7 @@ def test_unbiased_sub_models_keep_the_weight_on_average() -> None:
     plan, expected = layer.draws.groups[0.5], torch.zeros_like(weight)
     for drawn, units in zip(*minimum_support(plan.inclusion_probs), strict=True):
         fresh = ours.aggregation.open(layer.mean.u, layer.mean.v, opened.cohort)
-        fresh.add(trained(drawn, layer.mean.u[:, drawn], layer.mean.v[drawn], plan.multipliers[drawn]), 1.0)
+        fresh.add(trained(layer, drawn, layer.mean.u[:, drawn], layer.mean.v[drawn], plan.multipliers[drawn]), 1.0)
         change = fresh.weight_change() - fresh.truncation()
         expected += units.double() / ONE * change
         assert not torch.allclose(change, torch.zeros_like(weight), atol=1e-3)
@@ -138,7 +139,7 @@ def test_the_change_is_weighted_as_the_cohort_says(absolute: bool) -> None:
     matrices = []
     for c, (download, receipt) in enumerate(sent):
         u, v, omega = (download.tensors[f"4.{part}"] for part in ("u", "v", "omega"))
-        fresh.add(trained(receipt.drawn["4"], 2 * u, v, omega), c + 1.0)
+        fresh.add(trained(layer, receipt.drawn["4"], 2 * u, v, omega), c + 1.0)
         matrices.append(2 * u @ torch.diag(omega) @ v)
     scale = 3.0 if absolute else 1.0  # coefficients of 1 and 2 are used as they are
     change = fresh.weight_change() - fresh.truncation()

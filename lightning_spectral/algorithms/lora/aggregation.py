@@ -480,10 +480,9 @@ class SampledRound(TermMeanRound):
         self._draws, self._multiplied = draws, multiplied
 
     def draw(self, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
-        drawn, omega = self._draws.draw(self.opened.cohort, unit)
-        terms = drawn.to(self.opened.B.device)
-        multipliers = {"omega": omega.to(self.opened.B)} if self._multiplied else {}
-        return terms, {**self.of_terms(terms), **multipliers}
+        drawn, cohort = self._draws.draw(self.opened.cohort, unit), self.opened.cohort
+        terms, omega = drawn.to(self.opened.B.device), self._draws.multipliers(cohort.capacity_of(unit), drawn)
+        return terms, {**self.of_terms(terms), **({"omega": omega.to(self.opened.B)} if self._multiplied else {})}
 
     @torch.no_grad()
     def close(self, adapter: Adapter) -> None:

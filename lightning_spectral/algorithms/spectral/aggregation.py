@@ -3,7 +3,6 @@
 # Annotations are evaluated eagerly, as in `base.py`.
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -17,25 +16,41 @@ from lightning_spectral.algorithms.spectral.start import with_absent_rows
 from lightning_spectral.functional.spectra import weight_change
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.sums import MeanChange
-from lightning_spectral.sums.exact_mean import largest_magnitudes, largest_within
+from lightning_spectral.sums.exact_mean import NEAR, largest_magnitudes, largest_within
+
+
+class SentTerms(NamedTuple):
+    """The terms of one factorised matrix that a client is sent.
+
+    Attributes:
+        drawn, multipliers: Indices and multipliers, shape ``(n,)``, on the CPU.
+        terms, omega: The same on the device of the vectors.
+        u: Left vectors, shape ``(held rows, n)``.
+        v: Right vectors, shape ``(n, c_in k)``.
+    """
+
+    drawn: Tensor
+    multipliers: Tensor
+    terms: Tensor
+    omega: Tensor
+    u: Tensor
+    v: Tensor
 
 
 class TrainedTerms(NamedTuple):
-    """The terms of one factorised matrix that a client held, as it sent them back.
+    """What a client sends back of the terms of one factorised matrix.
 
     Attributes:
-        terms: Their indices, shape ``(n,)``.
-        u: Left vectors after training, shape ``(held rows, n)``.
-        v: Right vectors after training, shape ``(n, c_in k)``.
+        sent: The terms as it was sent them.
+        u: Their left vectors after training.
+        v: Their right vectors after training.
         magnitudes: The largest magnitude of each.
-        multipliers: Returns the multipliers that were sent, ``(n,)``, on the CPU; computed only where they are used.
     """
 
-    terms: Tensor
+    sent: SentTerms
     u: Tensor
     v: Tensor
     magnitudes: tuple[float, float]
-    multipliers: Callable[[], Tensor]
 
 
 @dataclass(eq=False)
@@ -108,7 +123,7 @@ class MeanOfTerms(LayerMean):
 
     def add(self, client: TrainedTerms, weight: float) -> None:
         largest = dict(zip("uv", client.magnitudes, strict=True))
-        self.running.add({"u": client.u, "v": client.v}, weight, largest, where=dict.fromkeys("uv", client.terms))
+        self.running.add({"u": client.u, "v": client.v}, weight, largest, where=dict.fromkeys("uv", client.sent.terms))
 
     def weight_change(self) -> Tensor:
         """Rows of ``u`` that no client holds are unchanged, but are multiplied by the new ``v``."""
@@ -142,7 +157,7 @@ class MeanOfMatrices(LayerMean):
 
     def __init__(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> None:
         super().__init__(u, v, held_rows)
-        of_terms, zero = v[:, 0], u.new_zeros(())
+        of_terms, zero = torch.zeros(len(v)), u.new_zeros(())  # what is known of terms stays on the CPU
         matrix = zero.expand(len(u[:held_rows]), v.shape[1])
         like = {"holders": of_terms, "multiples": of_terms, "matrix": matrix}
         self.running = sum_of(like, cohort, counts=("holders", "multiples"))
@@ -163,24 +178,31 @@ class MeanOfMatrices(LayerMean):
         return torch.promote_types(self.u.dtype, torch.float32)
 
     def add(self, client: TrainedTerms, weight: float) -> None:
-        omega = client.multipliers().to(self.v.device, torch.float64)
-        matrix = self._matrix(client, omega)
-        holders, multiples = omega.new_zeros(len(self.v)), omega.new_full((len(self.v),), -1.0)
-        holders[client.terms], multiples[client.terms] = 1.0, omega - 1.0
-        self.running.add_change({"holders": holders, "multiples": multiples, "matrix": matrix}, weight)  # of zeros
+        (drawn, multipliers, *_), matrix = client.sent, self._matrix(client)
+        holders, multiples = torch.tensor([[0.0], [-1.0]], dtype=torch.float64).repeat(1, len(self.v))
+        holders[drawn], multiples[drawn] = 1.0, multipliers.double() - 1.0
+        largest = largest_magnitudes(counted := {"holders": holders, "multiples": multiples})
+        largest["matrix"] = largest_within(self._bound(client), lambda: matrix, NEAR)
+        self.running.add_change({**counted, "matrix": matrix}, weight, largest)  # of zeros
 
-    def _matrix(self, client: TrainedTerms, omega: Tensor) -> Tensor:
+    def _matrix(self, client: TrainedTerms) -> Tensor:
         """How far a client's training moved its own matrix."""
         exact = self._exact_type
-        u, v = self.u[: self.held_rows, client.terms].to(exact), self.v[client.terms].to(exact)
-        scale = omega.to(exact)
-        return weight_change(u * scale, v, (client.u.to(exact) - u) * scale, client.v.to(exact) - v)
+        u, v = client.sent.u.to(exact), client.sent.v.to(exact)
+        u_change, v_change = client.u.to(exact) - u, client.v.to(exact) - v
+        if bool((client.sent.multipliers != 1).any()):
+            scale = client.sent.omega.to(exact)
+            u, u_change = u * scale, u_change * scale
+        return weight_change(u, v, u_change, v_change)
+
+    def _bound(self, client: TrainedTerms) -> float:
+        """A bound on the magnitudes of this."""
+        omega, (u, v), (u_after, v_after) = client.sent.multipliers, self._before, client.magnitudes
+        return len(omega) * float(omega.double().abs().max()) * ((u_after + u) * v_after + u * (v_after + v))
 
     def largest_summand(self, client: TrainedTerms) -> float:
         """A bound on the matrix, which is multiplied out only if the bound is too large."""
-        omega, (u, v), (u_after, v_after) = client.multipliers().double(), self._before, client.magnitudes
-        bound = len(client.terms) * float(omega.abs().max()) * ((u_after + u) * v_after + u * (v_after + v))
-        return largest_within(bound, lambda: self._matrix(client, omega.to(self.v.device)))
+        return largest_within(self._bound(client), lambda: self._matrix(client))
 
     def weight_change(self) -> Tensor:
         return with_absent_rows(self.running.change("matrix"), len(self.u))

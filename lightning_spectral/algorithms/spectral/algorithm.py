@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -30,6 +30,7 @@ from lightning_spectral.algorithms.spectral.aggregation import (
     LayerMean,
     MatrixMeans,
     MeanWithinReach,
+    SentTerms,
     TermAggregation,
     TermMeans,
     TrainedTerms,
@@ -535,30 +536,28 @@ class LayerRound:
     Attributes:
         draws: How its terms are drawn.
         mean: Holds its vectors, which have absorbed the singular values, and the sums of the clients' vectors.
+        last: What was sent last to a client of each keep ratio.
     """
 
     draws: TermDraws
     mean: LayerMean
+    last: dict[float, SentTerms] = field(default_factory=dict)
 
-    def send(self, cohort: Cohort, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
-        """One unit's sorted term indices, shape ``(n,)``, and its tensors ``u``, ``v`` and ``omega``, by full name."""
-        drawn, omega = self.draws.draw(cohort, unit)
-        name, u, v = self.draws.name, self.mean.u, self.mean.v
-        terms = drawn.to(u.device)
-        parts = {"u": u[: self.mean.held_rows, terms], "v": v[terms], "omega": omega.to(u)}
-        return terms, {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    def send(self, drawn: Tensor, keep_ratio: float) -> SentTerms:
+        """What is sent of drawn terms. The last is kept for each keep ratio, as most clients often hold the same."""
+        last = self.last.get(keep_ratio)
+        if last is None or not torch.equal(last.drawn, drawn):
+            u, v = self.mean.u[: self.mean.held_rows], self.mean.v
+            multipliers, terms = self.draws.multipliers(keep_ratio, drawn).to(u.dtype), drawn.to(u.device)
+            last = SentTerms(drawn, multipliers, terms, multipliers.to(u.device), u[:, terms], v[terms])
+            self.last[keep_ratio] = last
+        return last
 
     def trained(self, receipt: Receipt, upload: Upload) -> TrainedTerms:
-        """What a unit sends back of the terms that `send` drew, with their multipliers."""
-        name = self.draws.name
-        terms, u, v = receipt.drawn[name], f"{name}.u", f"{name}.v"
-        return TrainedTerms(
-            terms,
-            upload.tensors[u],
-            upload.tensors[v],
-            magnitudes=(upload.largest[u], upload.largest[v]),
-            multipliers=cache(lambda: self.draws.multipliers(receipt.capacity, terms.cpu()).to(self.mean.u.dtype)),
-        )
+        """What a unit sends back of its terms."""
+        u, v = f"{self.draws.name}.u", f"{self.draws.name}.v"
+        sent, largest = self.send(receipt.drawn[self.draws.name], receipt.capacity), upload.largest
+        return TrainedTerms(sent, upload.tensors[u], upload.tensors[v], (largest[u], largest[v]))
 
 
 class SpectralRound(DenseRound):
@@ -576,8 +575,9 @@ class SpectralRound(DenseRound):
         keep_ratio = self.cohort.capacity_of(unit)
         tensors, terms = dict(self.tensors), {}
         for name, layer in self.layers.items():
-            terms[name], parts = layer.send(self.cohort, unit)
-            tensors.update(parts)
+            terms[name] = layer.draws.draw(self.cohort, unit)
+            sent = layer.send(terms[name], keep_ratio)
+            tensors |= {f"{name}.u": sent.u, f"{name}.v": sent.v, f"{name}.omega": sent.omega}
         for convolutions in self.tucker:
             tensors.update(convolutions.sent[keep_ratio])
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, terms)

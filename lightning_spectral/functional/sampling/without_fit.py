@@ -104,13 +104,7 @@ def whole_units(parts: OpenTerms) -> Tensor:
 
 
 def draw_from_support(support: Support, num_samples: int, generator: torch.Generator) -> Tensor:
-    """Draw independent samples from a list of possible ones.
-
-    Example:
-        >>> only = Support(torch.tensor([[0, 2]]), torch.tensor([ONE]))
-        >>> draw_from_support(only, 1, torch.Generator())
-        tensor([[0, 2]])
-    """
+    """Draw independent samples from a list of possible ones."""
     check_num_samples(num_samples)
     device = generator.device
     point = torch.randint(ONE, (num_samples,), generator=generator, device=device)
@@ -119,13 +113,7 @@ def draw_from_support(support: Support, num_samples: int, generator: torch.Gener
 
 
 def support_joint_probs(support: Support, num_total: int) -> Tensor:
-    r"""Joint inclusion probabilities :math:`P(i, j \in I)`, shape ``(N, N)``, float64: a sum over the possible samples.
-
-    Example:
-        >>> halves = Support(torch.tensor([[0, 1], [0, 2]]), torch.tensor([ONE // 2, ONE // 2]))
-        >>> support_joint_probs(halves, 3)[0]
-        tensor([1.0000, 0.5000, 0.5000], dtype=torch.float64)
-    """
+    r"""Joint inclusion probabilities :math:`P(i, j \in I)`, shape ``(N, N)``, float64: a sum over possible samples."""
     drawn = torch.zeros(len(support.samples), num_total, dtype=torch.float64).scatter_(1, support.samples, 1.0)
     # Multiples of 2^-50 up to one: these sums are exact in float64.
     return drawn.T @ (drawn * (support.units.double() / ONE)[:, None])

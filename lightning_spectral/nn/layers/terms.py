@@ -55,13 +55,7 @@ class WeightBlock:
         return replace(self, name=join(path, self.name), parameter=join(path, self.parameter))
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """The block of a dense weight, shape ``shape``; a view where possible.
-
-        Example:
-            >>> conv = nn.Conv2d(4, 6, 3, groups=2)
-            >>> row_blocks("weight", conv.weight, ["blocks.0", "blocks.1"])[1].matrix(conv.weight).shape
-            torch.Size([3, 18])
-        """
+        """The block of a dense weight, shape ``shape``; a view where possible."""
         return as_rows(weight, self.transposed, self.spatial)[slice(*self.rows)]
 
 

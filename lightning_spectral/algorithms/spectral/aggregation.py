@@ -209,7 +209,7 @@ class MeanOfMatrices(LayerMean):
 
     def truncation(self) -> Tensor:
         u = self.u[: self.held_rows].double()
-        return with_absent_rows(-(u * self.running.change("multiples")) @ self.v.double(), len(self.u))
+        return with_absent_rows(-(u * self.running.change("multiples").to(u)) @ self.v.double(), len(self.u))
 
 
 @dataclass(frozen=True)

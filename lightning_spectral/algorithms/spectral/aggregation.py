@@ -239,7 +239,9 @@ class MeanWithinReach(MeanOfMatrices):
     .. math::
         W' = \sum_{i:\, \max_c \pi_{ci} > 0} u_i v_i + \operatorname{mean}_c (W_c' - W_c) .
 
-    Where nothing is drawn and all clients hold the same terms, this is the mean of their matrices.
+    Where nothing is drawn and all clients hold the same terms, this is the mean of their matrices. It is that also
+    where clients of several keep ratios take part: what only the larger ones hold would pull the weight to their
+    examples, unless it shrinks in each round by the share of those who lack it.
 
     Args:
         u: Left vectors before training, of all terms or of the first ones, up to the last that some client could hold.
@@ -254,7 +256,7 @@ class MeanWithinReach(MeanOfMatrices):
         self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None, reachable: Tensor, matrix: Tensor
     ) -> None:
         super().__init__(u, v, cohort, held_rows)
-        self._reachable, self._before_training = reachable, matrix
+        self._reachable, self._before_training, self._shrinks = reachable, matrix, len(cohort.groups) > 1
 
     @property
     def visited(self) -> Tensor:
@@ -263,10 +265,12 @@ class MeanWithinReach(MeanOfMatrices):
 
     @property
     def truncates(self) -> bool:
-        return not bool(self._reachable.all())
+        return self._shrinks or not bool(self._reachable.all())
 
     def truncation(self) -> Tensor:
         kept, exact = torch.nonzero(self._reachable).flatten().to(self.v.device), self._exact_type
         u, v = self.u[: self.held_rows, kept].to(exact), self.v[kept].to(exact)
+        if self._shrinks:
+            u = u * self.running.change("multiples").add(1.0).to(u)[kept]
         lost = torch.addmm(self._before_training[: self.held_rows].to(exact), u, v, alpha=-1)
         return with_absent_rows(lost, len(self.u))

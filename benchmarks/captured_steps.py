@@ -175,7 +175,6 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 OTHERS: dict[str, dict[str, Any]] = {
     "Zampling": {"algorithm": ls.Zampling(degree=2)},
-    "small steps": {"algorithm": ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, small_steps=0.5)},
     "logits": {"local_hooks": [ls.MaskedLogits("net.4")]},
 }
 ATTRIBUTE = variant(

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from lightning_spectral.arguments import Number, Whole, check_fields
 from lightning_spectral.errors import check_is
-from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries, check_per_client
+from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_entries, check_num_entries
 from lightning_spectral.protocol.records import ExclusionReason, Key, WorkUnit
 from lightning_spectral.protocol.rng import derived_seed
 
@@ -115,7 +115,7 @@ class VirtualClock:
     def __post_init__(self) -> None:
         check_fields(
             self,
-            profiles=partial(check_per_client, rule=partial(check_is, expected=DeviceProfile)),
+            profiles=partial(check_entries, rule=partial(check_is, expected=DeviceProfile)),
             deadline=Number(above=0, finite=False, hint="it is in seconds"),
             keep_first=Whole(at_least=1, optional=True),
             macs=_macs,
@@ -155,7 +155,7 @@ class ClientDropout:
     probability: PerClient[float]
 
     def __post_init__(self) -> None:
-        check_fields(self, probability=partial(check_per_client, rule=Number(at_least=0, at_most=1)))
+        check_fields(self, probability=partial(check_entries, rule=Number(at_least=0, at_most=1)))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from lightning_spectral.nn.torch_modules import weight_hooks
 from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change, load_tensors, select_tensors, travelling_tensors
-from lightning_spectral.protocol.per_client import PerClient, check_per_client
+from lightning_spectral.protocol.per_client import PerClient, check_entries
 from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload, WorkUnit
 from lightning_spectral.sums import MeanChange, RunningMean
 
@@ -72,7 +72,7 @@ class FIARSE(Algorithm):
     exclude: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, keep_ratio=partial(check_per_client, rule=SHARE), exclude=as_patterns)
+        check_fields(self, keep_ratio=partial(check_entries, rule=SHARE), exclude=as_patterns)
 
     def masked_weights(self, server: nn.Module) -> tuple[str, ...]:
         """Names of the parameters of which clients hold only the largest entries."""

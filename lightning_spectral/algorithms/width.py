@@ -32,7 +32,7 @@ from lightning_spectral.nn.width.planner import check_cut, width_plan
 from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import apply_mean_change, copy_module, load_tensors, travelling_tensors
-from lightning_spectral.protocol.per_client import PerClient, check_per_client, entries_of
+from lightning_spectral.protocol.per_client import PerClient, check_entries, entries_of
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Tensors, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.sharding import ChannelChoice, PrefixChannels
@@ -107,7 +107,7 @@ class WidthSharding(Algorithm):
     def __post_init__(self) -> None:
         check_fields(
             self,
-            keep_ratio=partial(check_per_client, rule=KEEP_RATIO),
+            keep_ratio=partial(check_entries, rule=KEEP_RATIO),
             scaler=flag,
             exclude=as_patterns,
             step_widths=as_widths,

@@ -140,7 +140,7 @@ def warn_of_other_labels(owner: Any, data: ServerData, capacities: Assigned[floa
     What only large clients train learns nothing of the labels of small ones, and pulls the whole model to its own.
     """
     labels, small, large = data.stored_labels, min(capacities.values), max(capacities.values)
-    is_mended = getattr(owner.algorithm, "small_steps", 0.0) > 0.0
+    is_mended = getattr(owner.algorithm, "shrinks_terms", False)
     if small == large or labels is None or is_mended or not isinstance(data, FederatedDataModule):
         return
     owners = torch.arange(data.num_clients).repeat_interleave(data.partition.sizes)
@@ -151,11 +151,10 @@ def warn_of_other_labels(owner: Any, data: ServerData, capacities: Assigned[floa
         shares.append(counts / counts.sum().clamp(min=1))
     overlap = float(torch.minimum(*shares).sum())
     if overlap < LEAST_OVERLAP and all(bool(share.any()) for share in shares):
-        remedy = ", or small_steps=0.95" if hasattr(owner.algorithm, "small_steps") else ""
         warn(
             f"Clients that can hold {small:g} of the model have other labels than those that can hold {large:g} (the "
             f"overlap is {overlap:.0%}): what only the latter train pulls the model to their labels, and it may forget "
-            f"those of the former. Use one keep ratio for all{remedy}."
+            "those of the former. Use one keep ratio for all."
         )
 
 

@@ -45,8 +45,8 @@ from lightning_spectral.protocol.per_client import (
     Assigned,
     PerClient,
     assign,
+    check_entries,
     check_num_entries,
-    check_per_client,
     entries_of,
 )
 from lightning_spectral.protocol.records import Download
@@ -291,7 +291,7 @@ class FederatedDataModule(FixedArguments, ServerData):
         check_dealt(train, partitioner)
         if collate_fn is not None and not callable(collate_fn):
             raise TypeError(f"`collate_fn` must be a function from a list of examples to a batch, got {collate_fn!r}.")
-        self.batch_size: PerClient[int] = check_per_client("batch_size", batch_size, Whole(at_least=1))
+        self.batch_size: PerClient[int] = check_entries("batch_size", batch_size, Whole(at_least=1))
         size = Whole(at_least=1, optional=True)("eval_batch_size", eval_batch_size)
         size = size or max(*entries_of(self.batch_size), 256)
         super().__init__(val, test, size, collate_fn, Whole(at_least=0)("num_workers", num_workers))

@@ -38,7 +38,7 @@ from lightning_spectral.plugin.user_hooks import (
     is_overridden,
 )
 from lightning_spectral.protocol.buffer_rules import Rules, as_rules
-from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
+from lightning_spectral.protocol.per_client import PerClient, assign, check_entries, check_num_entries
 from lightning_spectral.server.fault_policy import FORGIVING, Faults, LeaveOut
 from lightning_spectral.server.optimizers import AVERAGING, FedOptimizer
 from lightning_spectral.sharding import ShardingStrategy
@@ -135,11 +135,11 @@ class FederatedModule(FederatedHooks, Member):
         _check_module(module)
         _check_server_optimizer(server_optimizer)
         _check_list("local_hooks", local_hooks, LocalHook)
-        self.local_epochs = check_per_client("local_epochs", local_epochs, Whole(at_least=0))
+        self.local_epochs = check_entries("local_epochs", local_epochs, Whole(at_least=0))
         self.local_steps = local_steps
         if local_steps is not None:
             hint = "to train nothing, write local_epochs=0"
-            self.local_steps = check_per_client("local_steps", local_steps, Whole(at_least=1, hint=hint))
+            self.local_steps = check_entries("local_steps", local_steps, Whole(at_least=1, hint=hint))
             if self.local_epochs != 1:
                 raise ValueError(
                     f"`local_epochs={local_epochs!r}` and `local_steps={local_steps!r}` both say how long clients "
@@ -340,7 +340,7 @@ class MultiModelModule(FederatedHooks):
         check_is("participation", participation, Sampler)
         self.models = nn.ModuleDict(models)
         self.participation = participation
-        self.processors = check_per_client("processors", processors, PROCESSORS)
+        self.processors = check_entries("processors", processors, PROCESSORS)
         self.unavailable = _plain_unavailable({} if unavailable is None else unavailable, models)
         self.seed: int = Whole()("seed", seed)
         self._create_federation(models)

@@ -39,7 +39,7 @@ class Assigned(Generic[T]):
         return self.values[int(self.indices[client_id])]
 
 
-def check_per_client(argument: str, value: Any, rule: Rule) -> Any:
+def check_entries(argument: str, value: Any, rule: Rule) -> Any:
     """Check a setting in a constructor, where the number of clients is not yet known.
 
     Args:
@@ -54,7 +54,7 @@ def check_per_client(argument: str, value: Any, rule: Rule) -> Any:
         ValueError: If there is no value, one is out of range, or shares are not positive or do not sum to 1.
 
     Example:
-        >>> check_per_client("keep_ratio", {0.2: 0.6, 0.4: 0.5}, Number(above=0))
+        >>> check_entries("keep_ratio", {0.2: 0.6, 0.4: 0.5}, Number(above=0))
         Traceback (most recent call last):
         ValueError: Shares of `keep_ratio` must sum to 1, got 0.6 + 0.5 = 1.1; write {value: share of clients}.
     """

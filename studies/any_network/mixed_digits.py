@@ -40,9 +40,7 @@ CONTENDERS: dict[str, ls.Algorithm] = {
             ("all 0.1", 0.1, {}),
             ("all 0.4", 0.4, {}),
             ("mixed", MIXED, {}),
-            ("mixed, small steps 0.8", MIXED, {"small_steps": 0.8}),
-            ("mixed, small steps 0.9", MIXED, {"small_steps": 0.9}),
-            ("mixed, small steps 0.95", MIXED, {"small_steps": 0.95}),
+            ("mixed, means of terms", MIXED, {"aggregation": ls.algorithms.TermMeans()}),
         )
     },
 }

@@ -28,7 +28,8 @@ MAIN = ("FedAvg", "sharding")
 LAYOUTS = ("Tucker factors", NARROW)
 ALL_CLIENTS = ("FedAvg", f"{LARGE}FedAvg", NARROW)  # one network for all clients, or for some
 WITH_ESTIMATES = tuple(setup for setup in SETUPS if setup.startswith(ESTIMATED))
-TWO_CAPACITIES = ("small steps, sharding", "small steps, Tucker factors", "HeteroFL", "FedRolex", "FedHM", "sharding")
+TWO_CAPACITIES = ("HeteroFL", "FedRolex", "FedHM", "sharding")
+MATRIX_MEANS = ("FedHM, Tucker factors", "FedHM, spectral start")  # FedHM with one part changed
 BOTH = ("averaging", "momentum")  # steps of the server
 PUBLISHED = ("Collective, published", "TopN, published")
 FIRST_RATE, ADAMW_RATE = 0.1, 0.004  # the rung on which a ladder begins, for SGD and for AdamW
@@ -161,8 +162,10 @@ def tied() -> Iterator[Spec | None]:
     """Clients of two capacities, with other labels each; beside whole models, and one small one for all."""
     for net in NETS:
         yield begin(TIED, net, "sharding", "momentum")
-    for setup, net in product((*ALL_CLIENTS, *WITH_ESTIMATES, *TWO_CAPACITIES), NETS):
+    for setup, net in product((*ALL_CLIENTS, *WITH_ESTIMATES, *TWO_CAPACITIES, *MATRIX_MEANS), NETS):
         yield begin(TIED, net, setup, "momentum", "0.1 and 0.4")
+    for net, setup in product((NETS[0], NETS[2], NETS[-1]), ("FedHM", NARROW, "FedAvg", "sharding")):
+        yield begin(TIED, net, f"{FEW_LABELS}{setup}", "momentum", "0.1 and 0.4")
 
 
 def untied() -> Iterator[Spec | None]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from allocation import ALLOCATIONS, allocated
+from hosvd import HosvdSharding
 from server_steps import ExponentialMeanSGD, PerParameterSGD, Tried
 from tangent import TangentSharding
 from tasks import NUM_CLIENTS
@@ -169,16 +170,16 @@ SETUPS: dict[str, Setup] = {
     # other layouts, for the same bytes
     "Tucker factors": sharding(layers=ls.LayerChoices(convolutions="tucker")),
     NARROW: dense,
-    **{f"{FEW_LABELS}{name}": make for name, make in {"FedAvg": dense, "sharding": sharding(), NARROW: dense}.items()},
-    f"{FEW_LABELS}Tucker factors": sharding(layers=ls.LayerChoices(convolutions="tucker")),
     # for clients that differ in capacity
-    "small steps, sharding": sharding(small_steps=0.95),
-    "small steps, Tucker factors": sharding(small_steps=0.95, layers=ls.LayerChoices(convolutions="tucker")),
+    "FedHM, spectral start": sharding(ls.TopN()),
+    "FedHM, Tucker factors": lambda ratios, module: HosvdSharding.published(
+        ls.TopN(), ratios, aggregation=ls.algorithms.MatrixMeans()
+    ),
     f"{LARGE}FedAvg": dense,
     f"{ESTIMATED}FedAvg": dense,
     f"{ESTIMATED}{NARROW}": dense,
-    f"{ESTIMATED}small steps, sharding": sharding(small_steps=0.95),
     f"{ESTIMATED}HeteroFL": by_width(ls.PrefixChannels()),
+    f"{ESTIMATED}FedHM": published(ls.TopN(), aggregation=ls.algorithms.MatrixMeans()),
     # other systems
     "HeteroFL": by_width(ls.PrefixChannels()),
     "HeteroFL, Scaler": by_width(ls.PrefixChannels(), scaler=True),
@@ -197,11 +198,15 @@ SETUPS: dict[str, Setup] = {
 ALLOCATED = tuple(f"sharding, {kind}" for kind in ALLOCATIONS)
 OWN_ROUNDS = ("FeDLRT",)  # systems with rounds of their own, which are no algorithms of the package
 OTHER_SYSTEMS = (*tuple(SETUPS)[list(SETUPS).index("HeteroFL") :], *OWN_ROUNDS)
+WITH_HOOKS = ("FedAvg", NARROW, "sharding", "Tucker factors", "FedHM")
+SETUPS |= {f"{FEW_LABELS}{name}": SETUPS[name] for name in WITH_HOOKS}
+CONVOLUTIONAL = ("plain, GroupNorm", "plain, BatchNorm", "residual", "residual, zero init")
 NOT_RESIDUAL = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "transformer")
 ONLY_ON: Mapping[str, tuple[str, ...]] = {
     "sharding, attention whole": ("transformer",),
     "sharding, attention thrice": ("transformer",),
     **{name: ("plain, BatchNorm",) for name in SETUPS if name.startswith(ESTIMATED)},
+    "FedHM, Tucker factors": CONVOLUTIONAL,
     "HeteroFL, equal bytes": NOT_RESIDUAL,  # on the residual nets, as many channels as HeteroFL itself
     "HeteroFL, equal multiplications": NOT_RESIDUAL,
     "FedMUD": ("MLP", "transformer"),

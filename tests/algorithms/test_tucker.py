@@ -138,14 +138,13 @@ def test_learning(images: Any, fit: Fit) -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.filterwarnings("ignore:With `small_steps` the running averages")
 @pytest.mark.parametrize("keep_ratio", [0.3, MIXED], ids=["equal", "mixed"])
 def test_devices_train_as_the_simulation_does(keep_ratio: Any, images: Any, fit: Fit) -> None:
     whole = images.train.tensors
     own = [TensorDataset(*(tensor[part] for tensor in whole)) for part in images.partition]
     line = line_of([{"": LitConvs}] * 6, [{"": ClientData(examples, batch_size=6)} for examples in own])
     data = RemoteClients(line, val=images.val, wait_for=6, patience=0.2)
-    options = {"algorithm": sharded(keep_ratio=keep_ratio, small_steps=0.5), "clients_per_round": 6}
+    options = {"algorithm": sharded(keep_ratio=keep_ratio), "clients_per_round": 6}
     ours, theirs = (fit(seeded(LitConvs), each, **options) for each in (data, images))
     assert same_state(ours.tensors, theirs.tensors)
     assert [row["fl/loss"] for row in ours.rows] == [row["fl/loss"] for row in theirs.rows]

@@ -196,13 +196,12 @@ def by_capacity(ratios: Any, algorithm: Any = ls.SpectralSharding, **options: An
 
 
 TIED = [0.3] * 6 + [0.8] * 6
+BY_TERMS: dict[str, Any] = {"aggregation": ls.algorithms.TermMeans()}
 
 
 def test_larger_clients_with_other_labels_are_named_with_what_helps(fit: Fit, lit_mlp: Any) -> None:
-    data, algorithm = by_capacity(TIED)
-    with pytest.warns(
-        ls.SpectralWarning, match=r"hold 0\.3 .* other labels .* hold 0\.8 \(the overlap is 0%\).*small_st"
-    ):
+    data, algorithm = by_capacity(TIED, **BY_TERMS)
+    with pytest.warns(ls.SpectralWarning, match=r"hold 0\.3 .* other labels .* hold 0\.8 \(the overlap is 0%\)"):
         fit(seeded(lit_mlp), data, algorithm=algorithm)
     data, algorithm = by_capacity([0.25] * 6 + [0.5] * 6, ls.FIARSE)
     with pytest.warns(ls.SpectralWarning, match="it may forget those of the former. Use one keep ratio for all"):
@@ -211,8 +210,8 @@ def test_larger_clients_with_other_labels_are_named_with_what_helps(fit: Fit, li
 
 @pytest.mark.parametrize(
     ("ratios", "options"),
-    [(TIED, {"small_steps": 0.95}), (0.3, {}), ([0.3, 0.8] * 6, {})],
-    ids=["mended", "equal", "whoever has which labels"],
+    [(TIED, {}), (TIED, {"aggregation": ls.algorithms.MatrixMeans()}), (0.3, BY_TERMS), ([0.3, 0.8] * 6, BY_TERMS)],
+    ids=["the default", "means of matrices", "equal", "whoever has which labels"],
 )
 def test_nothing_is_said_of_them_otherwise(ratios: Any, options: Any, fit: Fit, lit_mlp: Any) -> None:
     data, algorithm = by_capacity(ratios, **options)

@@ -141,8 +141,7 @@ class Norms(ls.client.LocalHook):
         return lambda: self.seen.append(float(torch.cat([p.grad.flatten() for p in own if p.grad is not None]).norm()))
 
 
-SMALL_STEPS = ls.SpectralSharding(keep_ratio=[0.2, 0.8, 0.8], small_steps=0.5)
-FORMS = [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), 0.5), SMALL_STEPS, ls.LoRA(2), ls.FIARSE(0.5), ls.StaleUpdates()]
+FORMS = [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), 0.5), ls.LoRA(2), ls.FIARSE(0.5), ls.StaleUpdates()]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)

@@ -19,8 +19,8 @@ from lightning_spectral.protocol.per_client import (
     Assigned,
     Schedule,
     assign,
+    check_entries,
     check_num_entries,
-    check_per_client,
     value_at,
     values_of,
 )
@@ -156,8 +156,8 @@ def test_what_is_not_one_setting_of_every_client_is_refused(user: Any, purpose: 
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "no values": (lambda: check_per_client("speed", [], Number()), "`speed` must be one value for all"),
-    "shares": (lambda: check_per_client("speed", {1: 0.5}, Number()), "Shares of `speed` must sum to 1"),
+    "no values": (lambda: check_entries("speed", [], Number()), "`speed` must be one value for all"),
+    "shares": (lambda: check_entries("speed", {1: 0.5}, Number()), "Shares of `speed` must sum to 1"),
     "two values for three": (
         lambda: check_num_entries("speed", [1, 2], 3),
         "`speed` lists 2 values for 3 clients; give one per client, one for all, or",

@@ -45,8 +45,8 @@ from lightning_spectral.protocol.per_client import (
     Assigned,
     PerClient,
     assign,
+    check_entries,
     check_num_entries,
-    check_per_client,
     entries_of,
 )
 from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload, WorkUnit
@@ -112,7 +112,7 @@ class LoRA(Algorithm):
     def __post_init__(self) -> None:
         check_fields(
             self,
-            rank=partial(check_per_client, rule=Whole(at_least=1)),
+            rank=partial(check_entries, rule=Whole(at_least=1)),
             alpha=Number(above=0, optional=True),
             layers=as_patterns,
             train=as_patterns,

@@ -17,7 +17,7 @@ from lightning_spectral.arguments import Number, OneOf, Whole, check_fields
 from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import frozen_parameters, travelling_tensors, wide
-from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
+from lightning_spectral.protocol.per_client import PerClient, assign, check_entries, check_num_entries
 from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload, WorkUnit
 from lightning_spectral.sums import check_summable
 from lightning_spectral.sums.exact_mean import largest_magnitudes
@@ -294,7 +294,7 @@ class FedBuff(FedAvg):
         check_fields(
             self,
             concurrency=Whole(at_least=1),
-            durations=partial(check_per_client, rule=Number(above=0)),
+            durations=partial(check_entries, rule=Number(above=0)),
             law=OneOf(get_args(Law)),
             staleness_weights=OneOf(get_args(Weighting)),
             max_staleness=Whole(at_least=0),

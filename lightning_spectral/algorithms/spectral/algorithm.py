@@ -43,9 +43,9 @@ from lightning_spectral.algorithms.spectral.start import (
     of_each_matrix,
     with_absent_rows,
 )
-from lightning_spectral.algorithms.spectral.tucker import TuckerRound, TuckerState, ranks_of
+from lightning_spectral.algorithms.spectral.tucker import TuckerRound, TuckerState
 from lightning_spectral.algorithms.term_draws import TermDraws, first_terms, places_of_terms, plan_draws
-from lightning_spectral.arguments import Number, as_patterns, check_fields, first_of
+from lightning_spectral.arguments import Number, as_patterns, check_fields
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.client.user_optimizer import StandIn
 from lightning_spectral.designs import Design
@@ -58,20 +58,11 @@ from lightning_spectral.nn.layers.tucker import PARTS
 from lightning_spectral.nn.optimizer_hooks import TermRates, decaying
 from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
 from lightning_spectral.nn.plan.planner import check_layers, plan_of, swap_layers, untraced_ends
-from lightning_spectral.nn.torch_modules import layers_with_averages
 from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import apply_mean_change
-from lightning_spectral.protocol.per_client import (
-    PerClient,
-    Schedule,
-    check_per_client,
-    entries_of,
-    value_at,
-    values_of,
-)
+from lightning_spectral.protocol.per_client import PerClient, Schedule, check_entries, entries_of, value_at, values_of
 from lightning_spectral.protocol.records import Download, Options, Receipt, RoundSummary, Upload, WorkUnit
-from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.sharding import Collective, ShardingStrategy, TopN
 from lightning_spectral.sums import RunningMean, check_summable
 
@@ -91,16 +82,12 @@ class SpectralSide(DenseSide):
         clip_tau: Bound on the learning rate of a term's vectors.
         clip_weight_lr: Bound on the learning rate of the weight.
         frobenius_decay: Coefficient of the penalty on sharded layers, in addition to the optimizer's weight decay.
-        small_steps: Share of a larger client's steps in which it trains no more than the smallest clients hold.
-        smallest: The keep ratio of these.
     """
 
     plan: ModulePlan
     clip_tau: float
     clip_weight_lr: float
     frobenius_decay: float
-    small_steps: float = 0.0
-    smallest: float = 1.0
 
     def take_form(self, module: nn.Module, capacity: float) -> None:
         swap_layers(module, self.plan, lambda sharded, dense, num_terms: sharded.like(dense, num_terms), capacity)
@@ -119,7 +106,7 @@ class SpectralSide(DenseSide):
         return found
 
     def start(self, client: nn.Module, download: Download) -> StepActions:
-        """Frobenius decay, then clipping, just before each step; in small steps, only the first terms act."""
+        """Frobenius decay, then clipping, just before each step."""
         layers, rates = sharded_layers(client), TermRates(client, self.clip_tau, self.clip_weight_lr)
         rates.start_client()
         acts: dict[int, Sequence[Callable[[], None]]] = {}
@@ -139,32 +126,7 @@ class SpectralSide(DenseSide):
             for act in acts[id(optimizer)]:
                 act()
 
-        if self.small_steps == 0.0 or download.capacity <= self.smallest:
-            return StepActions(before_step=before_step)
-        generator = derived_generator(download.seed, "small steps", *download.ids)
-        blocks, whole = self.plan.blocks, [layer.omega.clone() for layer in layers.values()]
-        first = [omega.clone() for omega in whole]
-        for omega, (name, layer) in zip(first, layers.items(), strict=True):
-            omega[blocks[name].num_terms(self.smallest) :] = 0.0
-            layer.multiplies = True
-        convolutions: list[tuple[Any, tuple[int, int]]] = [
-            (client.get_submodule(name), ranks_of(layer, self.smallest)) for name, layer in self.plan.tucker.items()
-        ]
-
-        @torch.no_grad()
-        def draw() -> None:
-            is_small = float(torch.rand((), generator=generator)) < self.small_steps
-            for layer, omega in zip(layers.values(), first if is_small else whole, strict=True):
-                layer.omega.copy_(omega)
-            for convolution, ranks in convolutions:
-                convolution.active = ranks if is_small else None
-
-        def end(optimizer: Optimizer) -> None:
-            for convolution, _ in convolutions:
-                convolution.active = None
-            before_step(optimizer)
-
-        return StepActions(draw, end)
+        return StepActions(before_step=before_step)
 
 
 @dataclass(frozen=True)
@@ -196,9 +158,6 @@ class SpectralSharding(Algorithm):
         output_ratio: Share q of each sharded layer's output channels, the leading ones, that a client computes. The
             others are zero on the client and take no memory there. Short for ``layers=LayerChoices(output_ratio=...)``,
             where it is stored.
-        small_steps: With mixed keep ratios, the share of a larger client's local steps in which only as many of its
-            terms act as the smallest clients hold, in ``[0, 1)``. Otherwise large and small clients train two functions
-            that drift apart, above all where they have different labels.
         aggregation: How the clients' sub-models are combined into one weight: `TermMeans`, or `MatrixMeans` as in
             FedHM. ``None`` for means of matrices where the spectral start has moved energy, whose other terms hold
             nothing worth keeping, and means of terms elsewhere, as in the paper.
@@ -237,13 +196,11 @@ class SpectralSharding(Algorithm):
     spectral_start: SpectralStart | None = SpectralStart()
     output_ratio: float | None = field(default=None, repr=False, compare=False)  # also moves into `layers`
     aggregation: TermAggregation | None = None
-    small_steps: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(
             self,
-            small_steps=Number(at_least=0, below=1, hint="larger clients would never train the rest of their terms"),
-            keep_ratio=partial(check_per_client, rule=KEEP_RATIO),
+            keep_ratio=partial(check_entries, rule=KEEP_RATIO),
             clip_tau=TAU,
             frobenius_decay=Number(at_least=0),
             clip_weight_lr=WEIGHT_LR,
@@ -330,6 +287,12 @@ class SpectralSharding(Algorithm):
         return len(set(entries_of(self.keep_ratio))) > 1
 
     @property
+    def shrinks_terms(self) -> bool:
+        """Whether what only larger clients hold shrinks in each round, so that it cannot lead the weight away."""
+        has_started = self.aggregation is None and self.spectral_start is not None
+        return self._layer_choices.convolutions != "tucker" and (has_started or type(self.aggregation) is MatrixMeans)
+
+    @property
     def _layer_choices(self) -> LayerChoices:
         return self.layers.choices if isinstance(self.layers, ModulePlan) else self.layers
 
@@ -339,14 +302,6 @@ class SpectralSharding(Algorithm):
         for template in plan.optimizers:
             self._check_optimizer(template, held, plan.module)
         if plan.optimizers:
-            estimates = any(getattr(callback, "estimates_averages", False) for callback in plan.callbacks)
-            if self.small_steps and self.is_mixed and not estimates and (norms := layers_with_averages(plan.module)):
-                warn(
-                    f"With `small_steps` the running averages of {first_of(list(norms), 3)} are mostly those of small "
-                    "steps, and evaluation of the whole model reads them. Add the callback BatchNormEstimation(), or "
-                    "use another norm.",
-                    3,
-                )
             return
         if not held.sharded:
             warn(
@@ -455,8 +410,6 @@ class SpectralHalf(DenseHalf):
             clip_tau=choice.clip_tau,
             clip_weight_lr=choice.clip_weight_lr,
             frobenius_decay=choice.frobenius_decay,
-            small_steps=choice.small_steps,
-            smallest=min(entries_of(choice.keep_ratio)),
         )
 
     @property

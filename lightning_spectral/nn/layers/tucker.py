@@ -96,7 +96,6 @@ class TuckerConv(ShardedLayer, nn.Module):
         down: Parameter of shape ``(a, c_in)``.
         core: Parameter of shape ``(b, a, *kernel)``; it has the stride, padding and dilation of the dense layer.
         up: Parameter of shape ``(c_out, b)``.
-        active: How many leading inner channels act, for now; ``None`` for all.
 
     Example:
         >>> dense, x = nn.Conv2d(3, 8, 3, stride=2, padding=1), torch.randn(1, 3, 9, 9)
@@ -105,7 +104,6 @@ class TuckerConv(ShardedLayer, nn.Module):
     """
 
     bias: nn.Parameter | None
-    active: tuple[int, int] | None = None
 
     def __init__(self, dense: Any, num_terms: tuple[int, ...]) -> None:
         super().__init__()
@@ -143,11 +141,9 @@ class TuckerConv(ShardedLayer, nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         conv, ones = CONVOLUTIONS[len(self.kernel_size) - 1], (1,) * len(self.kernel_size)
-        a, b = self.active or self.ranks
-        down, core, up = self.down[:a], self.core[:b, :a], self.up[:, :b]
-        hidden, padding = padded(self, pointwise(input, down, None, ones, conv))
-        hidden = conv(hidden, core, None, self.stride, padding, self.dilation)
-        return pointwise(hidden, up, self.bias, ones, conv)
+        hidden, padding = padded(self, pointwise(input, self.down, None, ones, conv))
+        hidden = conv(hidden, self.core, None, self.stride, padding, self.dilation)
+        return pointwise(hidden, self.up, self.bias, ones, conv)
 
     def effective_weights(self, dense: Any) -> dict[str, Tensor]:
         return {"weight": compose(self.down, self.core, self.up)}

@@ -75,9 +75,11 @@ class TermDraws:
     strategy: ShardingStrategy
 
     @property
-    def reachable(self) -> Tensor:
-        """Which terms some client of the round could hold, shape ``(N,)``, bool, on the CPU."""
-        return torch.stack([plan.inclusion_probs > 0 for plan in self.groups.values()]).any(dim=0)
+    def reach(self) -> Tensor:
+        """The share of the round's clients, by weight, that could hold each term: shape ``(N,)``, on the CPU."""
+        could = torch.stack([plan.inclusion_probs > 0 for plan in self.groups.values()])
+        weights = torch.stack([plan.weights.sum() for plan in self.groups.values()])
+        return torch.where(could.all(dim=0), 1.0, weights @ could.double())  # exactly 1 where all could hold it
 
     def draw(self, cohort: Cohort, unit: WorkUnit) -> Tensor:
         """One unit's sorted term indices, shape ``(n,)``, on the CPU."""

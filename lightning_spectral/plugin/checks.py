@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parameter import is_lazy
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.algorithms.base import promises_of
+from lightning_spectral.algorithms.base import ServerHalf, promises_of
 from lightning_spectral.algorithms.filter import check_chain
 from lightning_spectral.arguments import first_of
 from lightning_spectral.client.local_hooks import LogitsHook, batch_norms
@@ -134,13 +134,13 @@ def remark_on_few_labels(owner: Any, data: ServerData) -> None:
     )
 
 
-def warn_of_other_labels(owner: Any, data: ServerData, capacities: Assigned[float]) -> None:
+def warn_of_other_labels(half: ServerHalf, data: ServerData, capacities: Assigned[float]) -> None:
     """Warn if the largest clients hold other labels than the smallest, which a sub-model then learns badly.
 
     What only large clients train learns nothing of the labels of small ones, and pulls the whole model to its own.
     """
     labels, small, large = data.stored_labels, min(capacities.values), max(capacities.values)
-    is_mended = getattr(owner.algorithm, "shrinks_terms", False)
+    is_mended = getattr(half, "shrinks_terms", False)
     if small == large or labels is None or is_mended or not isinstance(data, FederatedDataModule):
         return
     owners = torch.arange(data.num_clients).repeat_interleave(data.partition.sizes)

@@ -38,7 +38,6 @@ from lightning_spectral.plugin.checks import (
     check_callbacks,
     check_member,
     check_trainer,
-    warn_of_other_labels,
     warn_of_recompilations,
 )
 from lightning_spectral.plugin.data import RoundLoader, ServerData
@@ -279,7 +278,6 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
                 check_member(owner, data, self.participation)
                 capacities = owner.algorithm.capacities.of_clients(data.num_clients, owner.seed)
                 warn_of_recompilations(owner.module, len(capacities.values))
-                warn_of_other_labels(owner, data, capacities)
                 owner.conditions.check(data.num_clients, self.federation.cohorts.usual_size)
         self.move_batches()
 

@@ -34,7 +34,7 @@ from lightning_spectral.client.user_optimizer import (
 from lightning_spectral.errors import refuse_moved, warn
 from lightning_spectral.filters.own import STATES, STORED, DeviceStates, Stored, chain
 from lightning_spectral.participation import Sampler
-from lightning_spectral.plugin.checks import is_absolute
+from lightning_spectral.plugin.checks import is_absolute, warn_of_other_labels
 from lightning_spectral.plugin.processes import alone
 from lightning_spectral.plugin.runtime import Shared
 from lightning_spectral.plugin.trainer import ClientTrainer, Lookalike, placement_of
@@ -221,6 +221,7 @@ class Member(pl.LightningModule):
                 done = half.initialize(runtime.processes)
             half.settle()
             self._report(*done.splitlines())
+        warn_of_other_labels(half, self.data, self.algorithm.capacities.of_clients(self.data.num_clients, self.seed))
         self._decisions.values = half.decisions
         may_rest = bool(half.advice(Moment.RESTING_AVERAGES)) or runtime.averages_are_set
         self.first_rounds = FirstRounds(runtime.processes.rank == 0, may_rest)

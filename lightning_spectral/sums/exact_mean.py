@@ -67,7 +67,7 @@ def check_summable(*magnitudes: float) -> None:
 
 
 def largest_within(bound: float, values: Callable[[], Tensor], most: float = LARGEST) -> float:
-    """Return a bound on magnitudes; or the computed largest one, if it could be more than ``most`` once rounded."""
+    """Return a bound on magnitudes; or the largest one, if twice the bound (rounding adds to it) exceeds ``most``."""
     return bound if 2 * bound <= most else largest_magnitudes({"values": values()})["values"]
 
 

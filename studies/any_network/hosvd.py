@@ -28,7 +28,7 @@ class WeightMeans:
     """The convolutions of one open round, in place of `TuckerRound`."""
 
     def __init__(self, half: SpectralHalf, cohort: Cohort) -> None:
-        self.server, layers = half.server, half.plan.tucker
+        layers = half.plan.tucker
         self.places: Mapping[float, dict[str, Tensor]] = {ratio: {} for ratio in cohort.groups}
         self.sent: dict[float, dict[str, Tensor]] = {}
         self.composed: dict[float, dict[str, Tensor]] = {}
@@ -80,5 +80,6 @@ class HosvdSharding(ls.SpectralSharding):
         return None
 
     def bind(self, server: nn.Module, state: nn.Module | None = None, known: Known = UNKNOWN) -> HosvdHalf:
-        plan = plan_of(server, self.layers).keeping_dense(known.untrained, "in no optimizer")
+        missing_rank = None if known.decisions is None else known.decisions.get("missing_rank", {})
+        plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(known.untrained, "in no optimizer")
         return HosvdHalf(self, server, plan, known.rules, known.decisions)

@@ -30,6 +30,9 @@ ALL_CLIENTS = ("FedAvg", f"{LARGE}FedAvg", NARROW)  # one network for all client
 WITH_ESTIMATES = tuple(setup for setup in SETUPS if setup.startswith(ESTIMATED))
 TWO_CAPACITIES = ("HeteroFL", "FedRolex", "FedHM", "sharding")
 MATRIX_MEANS = ("FedHM, Tucker factors", "FedHM, spectral start")  # FedHM with one part changed
+IN_TIED_CASE = (*ALL_CLIENTS, *WITH_ESTIMATES, *TWO_CAPACITIES, *MATRIX_MEANS)
+WITHDRAWN = ("within reach, sharding", "small steps, sharding", "small steps, Tucker factors")  # at db2d3938 and before
+HOOKED = tuple(f"{FEW_LABELS}{setup}" for setup in ("FedHM", NARROW, "FedAvg", "sharding"))
 BOTH = ("averaging", "momentum")  # steps of the server
 PUBLISHED = ("Collective, published", "TopN, published")
 FIRST_RATE, ADAMW_RATE = 0.1, 0.004  # the rung on which a ladder begins, for SGD and for AdamW
@@ -162,10 +165,10 @@ def tied() -> Iterator[Spec | None]:
     """Clients of two capacities, with other labels each; beside whole models, and one small one for all."""
     for net in NETS:
         yield begin(TIED, net, "sharding", "momentum")
-    for setup, net in product((*ALL_CLIENTS, *WITH_ESTIMATES, *TWO_CAPACITIES, *MATRIX_MEANS), NETS):
+    for setup, net in product(IN_TIED_CASE, NETS):
         yield begin(TIED, net, setup, "momentum", "0.1 and 0.4")
-    for net, setup in product((NETS[0], NETS[2], NETS[-1]), ("FedHM", NARROW, "FedAvg", "sharding")):
-        yield begin(TIED, net, f"{FEW_LABELS}{setup}", "momentum", "0.1 and 0.4")
+    for net, setup in product((NETS[0], NETS[2], NETS[-1]), HOOKED):
+        yield begin(TIED, net, setup, "momentum", "0.1 and 0.4")
 
 
 def untied() -> Iterator[Spec | None]:

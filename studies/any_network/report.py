@@ -22,16 +22,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from plans import (
-    ALL_CLIENTS,
     BOTH,
+    HOOKED,
+    IN_TIED_CASE,
     LAYOUTS,
     MAIN,
     NEAR_IID,
     NETS,
     OUTPUT,
     PUBLISHED,
-    TWO_CAPACITIES,
-    WITH_ESTIMATES,
+    WITHDRAWN,
     final,
     reported,
     results,
@@ -124,7 +124,7 @@ def tables(runs: Sequence[Run]) -> dict[str, Grid]:
         ", other steps of the server": [*product(MAIN, [server for server in SERVERS if server != "averaging"])],
         ", other layouts": [(setup, "momentum") for setup in (*MAIN, *LAYOUTS)],
         ", hooks for few labels": [(f"{FEW_LABELS}{setup}", "momentum") for setup in (*MAIN, *LAYOUTS)],
-        ", two capacities": [(setup, "momentum") for setup in (*ALL_CLIENTS, *WITH_ESTIMATES, *TWO_CAPACITIES)],
+        ", two capacities": [(setup, "momentum") for setup in (*IN_TIED_CASE, *HOOKED, *WITHDRAWN)],
         ", one part changed": [(setup, "momentum") for setup in SETUPS if setup.startswith("sharding")],
     }
     parts: dict[str, Grid] = {}

@@ -1,7 +1,7 @@
 """Averages of whole matrices, FedHM's and those within reach, against a dense matrix for every client, in float64."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,13 @@ def dense(tensors: Any, name: str, omega: Tensor) -> Tensor:
 
 
 def play(
-    half: SpectralHalf, server: nn.Module, ratios: list[float], *, step: bool = True, size: float = 0.1
+    half: SpectralHalf,
+    server: nn.Module,
+    ratios: list[float],
+    *,
+    step: bool = True,
+    size: float = 0.1,
+    left_out: Sequence[int] = (),
 ) -> tuple[Any, list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Play a round. Return it, how far each client moved each of its own matrices, and these as they were sent."""
     opened, moved, sent = half.open(cohort(ratios)), [], []
@@ -198,7 +204,8 @@ def play(
             half.client_side.load(client, download)
             train(client, c, size)
             upload = half.client_side.collect(client, download)
-        opened.add(receipt, upload)
+        if c not in left_out:
+            opened.add(receipt, upload)
         omega = {name: download.tensors[f"{name}.omega"] for name in SHARDED}
         before, after = (
             {name: dense(part.tensors, name, omega[name]) for name in SHARDED} for part in (download, upload)
@@ -211,21 +218,31 @@ def play(
     return opened, moved, sent
 
 
-@pytest.mark.parametrize("ratios", [[0.3, 0.3, 0.3], [0.3, 0.6, 0.3, 0.6]], ids=repr)
+def shares(opened: Any, name: str, ratios: list[float]) -> Tensor:
+    """The share of clients that could hold each term; the weight of one is one more than its number."""
+    could = [opened.layers[name].draws.groups[ratio].inclusion_probs > 0 for ratio in ratios]
+    total = sum(range(1, len(ratios) + 1))
+    return sum((c + 1) / total * each.double() for c, each in enumerate(could))
+
+
+@pytest.mark.parametrize("left_out", [(), (1, 3)], ids=["all report", "the larger ones do not"])
+@pytest.mark.parametrize("ratios", [[0.3, 0.3, 0.3, 0.3], [0.3, 0.6, 0.3, 0.6]], ids=repr)
 @pytest.mark.parametrize("strategy", [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective()], ids=repr)
-def test_a_weight_gets_the_mean_change_and_loses_what_is_out_of_reach(strategy: Any, ratios: list[float]) -> None:
+def test_a_weight_gets_the_mean_change_and_loses_what_is_out_of_reach(
+    strategy: Any, ratios: list[float], left_out: Sequence[int]
+) -> None:
     server = net().double()
     half = ls.SpectralSharding(strategy, ratios).bind(server)
     half.initialize(Workers())
     before = {name: matrix(server, name).clone() for name in SHARDED}
-    opened, moved, sent = play(half, server, ratios)
+    opened, moved, sent = play(half, server, ratios, left_out=left_out)
     for name in SHARDED:
-        probs = [plan.inclusion_probs for plan in opened.layers[name].draws.groups.values()]
         u, s, vh = torch.linalg.svd(before[name], full_matrices=False)
-        reach = torch.tensor([any(group[i] > 0 for group in probs) for i in range(len(s))])
-        change = sum((c + 1) * one[name] for c, one in enumerate(moved)) / sum(c + 1 for c in range(len(moved)))
-        kept = u[:, reach] * s[reach] @ vh[reach] if len(set(ratios)) == 1 else mean([one[name] for one in sent])
-        torch.testing.assert_close(matrix(server, name), kept + change, rtol=0, atol=1e-12)
+        reach, heard = shares(opened, name, ratios), [c for c in range(len(moved)) if c not in left_out]
+        change = sum((c + 1) * moved[c][name] for c in heard) / sum(c + 1 for c in heard)
+        torch.testing.assert_close(matrix(server, name), u * (reach * s) @ vh + change, rtol=0, atol=1e-12)
+        if isinstance(strategy, ls.TopN):
+            torch.testing.assert_close(u * (reach * s) @ vh, mean([one[name] for one in sent]), rtol=0, atol=1e-12)
         if isinstance(strategy, ls.TopN):
             assert 0 < reach.sum() < len(s)
         if isinstance(strategy, ls.Unbiased):
@@ -285,14 +302,13 @@ def test_terms_that_nobody_could_hold_are_not_computed(
         whole_terms.clear()
         half = SpectralHalf(half.choice, server, half.plan, decisions=half.decisions)
         before = {name: matrix(server, name).clone() for name in SHARDED}
-        opened, moved, sent = play(half, server, ratios, size=0.01)
+        opened, moved, _ = play(half, server, ratios, size=0.01)
         assert len(whole_terms) == (0 if suffice and server is first else len(half.plan.blocks))
         seen.append((opened, opened.observed().figures | spectral_figures(opened.term_draws)))
-        for name, draws in opened.term_draws.items():
+        for name in opened.term_draws:
             change = sum((c + 1) * one[name] for c, one in enumerate(moved)) / sum(range(len(ratios) + 1))
             u, s, vh = torch.linalg.svd(before[name].double(), full_matrices=False)
-            kept = u[:, draws.reachable] * s[draws.reachable] @ vh[draws.reachable]
-            kept = kept if len(set(ratios)) == 1 else mean([one[name] for one in sent]).double()
+            kept = u * (shares(opened, name, ratios) * s) @ vh
             torch.testing.assert_close(matrix(server, name).double(), kept + change, rtol=0, atol=1e-6)
     (whole_round, figures), (first_round, others) = seen
     for c in range(len(ratios)):

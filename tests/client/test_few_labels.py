@@ -199,10 +199,14 @@ TIED = [0.3] * 6 + [0.8] * 6
 BY_TERMS: dict[str, Any] = {"aggregation": ls.algorithms.TermMeans()}
 
 
-def test_larger_clients_with_other_labels_are_named_with_what_helps(fit: Fit, lit_mlp: Any) -> None:
+def test_larger_clients_with_other_labels_are_named(fit: Fit, lit_mlp: Any) -> None:
     data, algorithm = by_capacity(TIED, **BY_TERMS)
     with pytest.warns(ls.SpectralWarning, match=r"hold 0\.3 .* other labels .* hold 0\.8 \(the overlap is 0%\)"):
         fit(seeded(lit_mlp), data, algorithm=algorithm)
+    data, algorithm = by_capacity(TIED)
+    ls.algorithms.spectral_start(trained := seeded(lit_mlp), 0.3)
+    with pytest.warns(ls.SpectralWarning, match="have other labels"):  # means of terms, as a start moves nothing
+        fit(trained, data, algorithm=algorithm)
     data, algorithm = by_capacity([0.25] * 6 + [0.5] * 6, ls.FIARSE)
     with pytest.warns(ls.SpectralWarning, match="it may forget those of the former. Use one keep ratio for all"):
         fit(seeded(lit_mlp), data, algorithm=algorithm)

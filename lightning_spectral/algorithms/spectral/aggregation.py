@@ -157,7 +157,7 @@ class MeanOfMatrices(LayerMean):
 
     def __init__(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> None:
         super().__init__(u, v, held_rows)
-        of_terms, zero = torch.zeros(len(v)), u.new_zeros(())  # what is known of terms stays on the CPU
+        of_terms, zero = torch.zeros(len(v), device="cpu"), u.new_zeros(())  # what is known of terms stays on the CPU
         matrix = zero.expand(len(u[:held_rows]), v.shape[1])
         like = {"holders": of_terms, "multiples": of_terms, "matrix": matrix}
         self.running = sum_of(like, cohort, counts=("holders", "multiples"))
@@ -179,7 +179,7 @@ class MeanOfMatrices(LayerMean):
 
     def add(self, client: TrainedTerms, weight: float) -> None:
         (drawn, multipliers, *_), matrix = client.sent, self._matrix(client)
-        holders, multiples = torch.tensor([[0.0], [-1.0]], dtype=torch.float64).repeat(1, len(self.v))
+        holders, multiples = torch.tensor([[0.0], [-1.0]], dtype=torch.float64, device="cpu").repeat(1, len(self.v))
         holders[drawn], multiples[drawn] = 1.0, multipliers.double() - 1.0
         largest = largest_magnitudes(counted := {"holders": holders, "multiples": multiples})
         largest["matrix"] = largest_within(self._bound(client), lambda: matrix, NEAR)
@@ -196,7 +196,7 @@ class MeanOfMatrices(LayerMean):
         return weight_change(u, v, u_change, v_change)
 
     def _bound(self, client: TrainedTerms) -> float:
-        """A bound on the magnitudes of this."""
+        """A bound on the magnitudes of `_matrix`."""
         omega, (u, v), (u_after, v_after) = client.sent.multipliers, self._before, client.magnitudes
         return len(omega) * float(omega.double().abs().max()) * ((u_after + u) * v_after + u * (v_after + v))
 
@@ -231,46 +231,48 @@ class MatrixMeans(TermAggregation):
 
 
 class MeanWithinReach(MeanOfMatrices):
-    r"""The weight without the terms that no client could hold, plus the mean change of the clients' matrices.
+    r"""Each term times the share of clients that could hold it, plus the mean change of the clients' matrices.
 
-    With :math:`\pi` the inclusion probabilities of a round, :math:`W_c` the matrix that client c was sent, and
-    :math:`W_c'` what it sent back,
+    With :math:`w_c` the weights of clients, which sum to 1, :math:`\pi` the inclusion probabilities of a round,
+    :math:`W_c` the matrix that client c was sent, and :math:`W_c'` what it sent back,
 
     .. math::
-        W' = \sum_{i:\, \max_c \pi_{ci} > 0} u_i v_i + \operatorname{mean}_c (W_c' - W_c) .
+        W' = \sum_i \rho_i u_i v_i + \operatorname{mean}_c (W_c' - W_c) , \qquad
+        \rho_i = \sum_{c:\, \pi_{ci} > 0} w_c .
 
-    Where nothing is drawn and all clients hold the same terms, this is the mean of their matrices. It is that also
-    where clients of several keep ratios take part: what only the larger ones hold would pull the weight to their
-    examples, unless it shrinks in each round by the share of those who lack it.
+    So terms that no client could hold are lost, and those that only larger clients could hold shrink in each round:
+    otherwise they would pull the weight to these clients' examples. Where nothing is drawn, this is the mean of all
+    matrices.
 
     Args:
         u: Left vectors before training, of all terms or of the first ones, up to the last that some client could hold.
         v: Right vectors of these terms.
         cohort: The clients that take part.
         held_rows: As for `LayerMean`.
-        reachable: Which terms some client could hold, shape ``(N,)``, bool.
+        reach: The shares :math:`\rho`, shape ``(N,)``, on the CPU.
         matrix: The weight before training, shape ``(c_out, c_in k)``.
     """
 
     def __init__(
-        self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None, reachable: Tensor, matrix: Tensor
+        self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None, reach: Tensor, matrix: Tensor
     ) -> None:
         super().__init__(u, v, cohort, held_rows)
-        self._reachable, self._before_training, self._shrinks = reachable, matrix, len(cohort.groups) > 1
+        self._reach, self._before_training = reach, matrix
 
     @property
     def visited(self) -> Tensor:
         among_first = super().visited
-        return F.pad(among_first, (0, len(self._reachable) - len(among_first)))
+        return F.pad(among_first, (0, len(self._reach) - len(among_first)))
 
     @property
     def truncates(self) -> bool:
-        return self._shrinks or not bool(self._reachable.all())
+        return bool((self._reach < 1.0).any())
 
     def truncation(self) -> Tensor:
-        kept, exact = torch.nonzero(self._reachable).flatten().to(self.v.device), self._exact_type
+        among, exact = torch.nonzero(self._reach).flatten(), self._exact_type
+        kept, shares = among.to(self.v.device), self._reach[among]
         u, v = self.u[: self.held_rows, kept].to(exact), self.v[kept].to(exact)
-        if self._shrinks:
-            u = u * self.running.change("multiples").add(1.0).to(u)[kept]
+        if bool((shares < 1.0).any()):
+            u = u * shares.to(u)
         lost = torch.addmm(self._before_training[: self.held_rows].to(exact), u, v, alpha=-1)
         return with_absent_rows(lost, len(self.u))

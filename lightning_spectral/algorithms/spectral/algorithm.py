@@ -287,12 +287,6 @@ class SpectralSharding(Algorithm):
         return len(set(entries_of(self.keep_ratio))) > 1
 
     @property
-    def shrinks_terms(self) -> bool:
-        """Whether what only larger clients hold shrinks in each round, so that it cannot lead the weight away."""
-        has_started = self.aggregation is None and self.spectral_start is not None
-        return self._layer_choices.convolutions != "tucker" and (has_started or type(self.aggregation) is MatrixMeans)
-
-    @property
     def _layer_choices(self) -> LayerChoices:
         return self.layers.choices if isinstance(self.layers, ModulePlan) else self.layers
 
@@ -418,6 +412,12 @@ class SpectralHalf(DenseHalf):
         decided = {**super().decisions, "missing_rank": dict(self.plan.missing_rank), "started": sorted(self.started)}
         return {name: found for name, found in decided.items() if found}
 
+    @property
+    def shrinks_terms(self) -> bool:
+        """Whether what only larger clients hold shrinks in each round, so that it cannot lead any weight away."""
+        chosen, has_started = self.choice.aggregation, self.started.issuperset(self.plan.blocks)
+        return not self.plan.tucker and (has_started if chosen is None else isinstance(chosen, MatrixMeans))
+
     def initialize(self, workers: Workers) -> str:
         """The spectral start, for the smallest clients unless the user says for which."""
         if not self.plan.sharded:
@@ -456,11 +456,11 @@ class SpectralHalf(DenseHalf):
 
             Unless the user says otherwise, a matrix that a spectral start has changed gets the mean change of the
             clients' matrices, and loses what clients never see: the start has made it small, and what training adds to
-            it piles up.
+            it piles up. What only some could see shrinks.
             """
             held_rows = blocks[name].held_rows
             if name in loses:
-                return MeanWithinReach(u, v, cohort, held_rows, draws[name].reachable, matrices[name])
+                return MeanWithinReach(u, v, cohort, held_rows, draws[name].reach, matrices[name])
             return (choice.aggregation or TermMeans()).open(u, v, cohort, held_rows)
 
         layers = {name: LayerRound(draws[name], mean_of(name, u, v)) for name, (_, u, v) in terms.items()}
@@ -497,7 +497,7 @@ class LayerRound:
     last: dict[float, SentTerms] = field(default_factory=dict)
 
     def send(self, drawn: Tensor, keep_ratio: float) -> SentTerms:
-        """What is sent of drawn terms. The last is kept for each keep ratio, as most clients often hold the same."""
+        """What is sent of drawn terms. The last is kept for each keep ratio, whose clients often hold the same."""
         last = self.last.get(keep_ratio)
         if last is None or not torch.equal(last.drawn, drawn):
             u, v = self.mean.u[: self.mean.held_rows], self.mean.v

@@ -76,10 +76,16 @@ class TermDraws:
 
     @property
     def reach(self) -> Tensor:
-        """The share of the round's clients, by weight, that could hold each term: shape ``(N,)``, on the CPU."""
-        could = torch.stack([plan.inclusion_probs > 0 for plan in self.groups.values()])
-        weights = torch.stack([plan.weights.sum() for plan in self.groups.values()])
-        return torch.where(could.all(dim=0), 1.0, weights @ could.double())  # exactly 1 where all could hold it
+        """What remains of each term where matrices are averaged: shape ``(N,)``, float64, on the CPU.
+
+        With one group, 1 for terms that a client could hold, and 0 for others. With several, the mean over all clients
+        of a term's expected multiplier, which is 0 for those who cannot hold it.
+        """
+        plans = list(self.groups.values())
+        if len(plans) == 1:
+            return (plans[0].inclusion_probs > 0).double()
+        mean = torch.stack([plan.weights.sum() * plan.inclusion_probs * plan.multipliers for plan in plans]).sum(dim=0)
+        return torch.where((mean - 1.0).abs() < TOLERANCE, 1.0, mean)
 
     def draw(self, cohort: Cohort, unit: WorkUnit) -> Tensor:
         """One unit's sorted term indices, shape ``(n,)``, on the CPU."""

@@ -231,25 +231,25 @@ class MatrixMeans(TermAggregation):
 
 
 class MeanWithinReach(MeanOfMatrices):
-    r"""Each term times the share of clients that could hold it, plus the mean change of the clients' matrices.
+    r"""What remains of each term, plus the mean change of the clients' matrices.
 
-    With :math:`w_c` the weights of clients, which sum to 1, :math:`\pi` the inclusion probabilities of a round,
-    :math:`W_c` the matrix that client c was sent, and :math:`W_c'` what it sent back,
+    With :math:`w_c` the weights of clients, which sum to 1, :math:`\pi` and :math:`\omega` the inclusion probabilities
+    and multipliers of a round, :math:`W_c` the matrix that client c was sent, and :math:`W_c'` what it sent back,
 
     .. math::
         W' = \sum_i \rho_i u_i v_i + \operatorname{mean}_c (W_c' - W_c) , \qquad
-        \rho_i = \sum_{c:\, \pi_{ci} > 0} w_c .
+        \rho_i = \sum_c w_c \pi_{ci} \omega_{ci}
 
-    So terms that no client could hold are lost, and those that only larger clients could hold shrink in each round:
-    otherwise they would pull the weight to these clients' examples. Where nothing is drawn, this is the mean of all
-    matrices.
+    if clients have several keep ratios; with one, :math:`\rho_i` is 1 for every term that a client could hold. So terms
+    that no client could hold are lost, and those that only larger clients could hold shrink in each round: otherwise
+    they would pull the weight to these clients' examples. Where nothing is drawn, this is the mean of all matrices.
 
     Args:
         u: Left vectors before training, of all terms or of the first ones, up to the last that some client could hold.
         v: Right vectors of these terms.
         cohort: The clients that take part.
         held_rows: As for `LayerMean`.
-        reach: The shares :math:`\rho`, shape ``(N,)``, on the CPU.
+        reach: The factors :math:`\rho`, shape ``(N,)``, on the CPU.
         matrix: The weight before training, shape ``(c_out, c_in k)``.
     """
 
@@ -266,13 +266,13 @@ class MeanWithinReach(MeanOfMatrices):
 
     @property
     def truncates(self) -> bool:
-        return bool((self._reach < 1.0).any())
+        return bool((self._reach != 1.0).any())
 
     def truncation(self) -> Tensor:
         among, exact = torch.nonzero(self._reach).flatten(), self._exact_type
         kept, shares = among.to(self.v.device), self._reach[among]
         u, v = self.u[: self.held_rows, kept].to(exact), self.v[kept].to(exact)
-        if bool((shares < 1.0).any()):
+        if bool((shares != 1.0).any()):
             u = u * shares.to(u)
         lost = torch.addmm(self._before_training[: self.held_rows].to(exact), u, v, alpha=-1)
         return with_absent_rows(lost, len(self.u))

@@ -375,8 +375,8 @@ def test_fedlrts_correction_makes_the_first_step_that_of_the_cohort(study):
 
 
 @pytest.mark.filterwarnings("ignore:Clients that can hold 0.1 of the model have other labels")
-def test_more_terms_for_some_cost_hardly_anything(study: Any) -> None:
-    """Where larger clients have other labels: at most 2.5 points over two seeds; as means of terms, more than five."""
+def test_more_terms_for_some_cost_little(study: Any) -> None:
+    """Where larger clients have other labels: at most four points over two seeds; as means of terms, more than ten."""
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
     contenders, train = study.mixed_digits.CONTENDERS, study.mixed_digits.train
 
@@ -384,5 +384,5 @@ def test_more_terms_for_some_cost_hardly_anything(study: Any) -> None:
         return sum(train(contenders[name], 0.1, seed, tied=True, hooked=False)[0] for seed in (1, 2)) / 2
 
     small = mean_of("terms, all 0.1")
-    assert mean_of("terms, mixed") > small - 2.5
-    assert mean_of("terms, mixed, means of terms") < small - 5
+    assert mean_of("terms, mixed") > small - 4
+    assert mean_of("terms, mixed, means of terms") < small - 10

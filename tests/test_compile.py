@@ -74,6 +74,12 @@ def test_every_keep_ratio_has_one_graph(toy: TensorDataset, fit: Fit) -> None:
     assert count.graphs[-1] == 2
 
 
+def test_a_keep_ratio_has_another_graph_where_terms_are_multiplied(toy: TensorDataset, fit: Fit) -> None:
+    mixed = spectral({0.3: 0.5, 0.6: 0.5})
+    fit(seeded(three_layers), clients(toy, 5), algorithm=mixed, callbacks=[count := CountGraphs()])
+    assert 2 < count.graphs[-1] <= 4
+
+
 @pytest.mark.slow
 def test_a_smaller_last_batch_recompiles_once_in_the_first_client(toy: TensorDataset, fit: Fit) -> None:
     fit(seeded(three_layers), clients(toy, 4), callbacks=[count := CountGraphs()])  # batches of 4, 4 and 2

@@ -150,6 +150,7 @@ class Moment(Enum):
         FLAT_LOSSES: About losses that do not fall: such a remedy, if its sub-models may be the cause.
         UNUSED_LAYERS: About layers that no client trains: such a remedy.
         RESTING_AVERAGES: About BatchNorm's running averages that clients leave as they are: why that is no mistake.
+        OTHER_LABELS: About larger clients whose labels are others than those of smaller ones: likewise.
     """
 
     REMARK = auto()
@@ -159,6 +160,7 @@ class Moment(Enum):
     FLAT_LOSSES = auto()
     UNUSED_LAYERS = auto()
     RESTING_AVERAGES = auto()
+    OTHER_LABELS = auto()
 
 
 @dataclass(frozen=True, eq=False)

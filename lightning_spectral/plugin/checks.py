@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parameter import is_lazy
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.algorithms.base import ServerHalf, promises_of
+from lightning_spectral.algorithms.base import Moment, ServerHalf, promises_of
 from lightning_spectral.algorithms.filter import check_chain
 from lightning_spectral.arguments import first_of
 from lightning_spectral.client.local_hooks import LogitsHook, batch_norms
@@ -140,8 +140,7 @@ def warn_of_other_labels(half: ServerHalf, data: ServerData, capacities: Assigne
     What only large clients train learns nothing of the labels of small ones, and pulls the whole model to its own.
     """
     labels, small, large = data.stored_labels, min(capacities.values), max(capacities.values)
-    is_mended = getattr(half, "shrinks_terms", False)
-    if small == large or labels is None or is_mended or not isinstance(data, FederatedDataModule):
+    if small == large or labels is None or not isinstance(data, FederatedDataModule):
         return
     owners = torch.arange(data.num_clients).repeat_interleave(data.partition.sizes)
     of_examples, dealt = capacities.indices[owners], labels[data.partition.indices].clamp(min=0)
@@ -150,7 +149,7 @@ def warn_of_other_labels(half: ServerHalf, data: ServerData, capacities: Assigne
         counts = dealt[of_examples == capacities.values.index(capacity)].bincount(minlength=int(labels.max()) + 1)
         shares.append(counts / counts.sum().clamp(min=1))
     overlap = float(torch.minimum(*shares).sum())
-    if overlap < LEAST_OVERLAP and all(bool(share.any()) for share in shares):
+    if overlap < LEAST_OVERLAP and all(bool(share.any()) for share in shares) and not half.advice(Moment.OTHER_LABELS):
         warn(
             f"Clients that can hold {small:g} of the model have other labels than those that can hold {large:g} (the "
             f"overlap is {overlap:.0%}): what only the latter train pulls the model to their labels, and it may forget "

@@ -480,9 +480,12 @@ class SampledRound(TermMeanRound):
         self._draws, self._multiplied = draws, multiplied
 
     def draw(self, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
-        drawn, cohort = self._draws.draw(self.opened.cohort, unit), self.opened.cohort
-        terms, omega = drawn.to(self.opened.B.device), self._draws.multipliers(cohort.capacity_of(unit), drawn)
-        return terms, {**self.of_terms(terms), **({"omega": omega.to(self.opened.B)} if self._multiplied else {})}
+        drawn = self._draws.draw(self.opened.cohort, unit)
+        terms = drawn.to(self.opened.B.device)
+        if not self._multiplied:
+            return terms, self.of_terms(terms)
+        omega = self._draws.multipliers(self.opened.cohort.capacity_of(unit), drawn)
+        return terms, {**self.of_terms(terms), "omega": omega.to(self.opened.B)}
 
     @torch.no_grad()
     def close(self, adapter: Adapter) -> None:

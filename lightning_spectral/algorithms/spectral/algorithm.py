@@ -412,12 +412,6 @@ class SpectralHalf(DenseHalf):
         decided = {**super().decisions, "missing_rank": dict(self.plan.missing_rank), "started": sorted(self.started)}
         return {name: found for name, found in decided.items() if found}
 
-    @property
-    def shrinks_terms(self) -> bool:
-        """Whether what only larger clients hold shrinks in each round, so that it cannot lead any weight away."""
-        chosen, has_started = self.choice.aggregation, self.started.issuperset(self.plan.blocks)
-        return not self.plan.tucker and (has_started if chosen is None else isinstance(chosen, MatrixMeans))
-
     def initialize(self, workers: Workers) -> str:
         """The spectral start, for the smallest clients unless the user says for which."""
         if not self.plan.sharded:
@@ -472,6 +466,10 @@ class SpectralHalf(DenseHalf):
             if moment is Moment.REMARK:
                 return opened.equal_sub_models()
             return [*opened.noisy_sub_models(), *opened.empty_terms()]
+        if moment is Moment.OTHER_LABELS and not self.plan.tucker:
+            chosen, has_started = self.choice.aggregation, self.started.issuperset(self.plan.blocks)
+            shrinks = has_started if chosen is None else isinstance(chosen, MatrixMeans)
+            return ["what only larger clients hold shrinks in each round"] if shrinks else ()
         if moment is Moment.UNUSED_LAYERS:
             return ["keep them dense with `SpectralSharding(exclude=[...])`"]
         if moment is Moment.LARGE_UPDATES and self.choice.clip_weight_lr > 1:

@@ -500,7 +500,8 @@ class LayerRound:
         if last is None or not torch.equal(last.drawn, drawn):
             u, v = self.mean.u[: self.mean.held_rows], self.mean.v
             multipliers, terms = self.draws.multipliers(keep_ratio, drawn).to(u.dtype), drawn.to(u.device)
-            last = SentTerms(drawn, multipliers, terms, multipliers.to(u.device), u[:, terms], v[terms])
+            held = u.index_select(1, terms), v.index_select(0, terms)  # several times as fast as u[:, terms]
+            last = SentTerms(drawn, multipliers, terms, multipliers.to(u.device), *held)
             self.last[keep_ratio] = last
         return last
 

@@ -54,7 +54,7 @@ def main() -> None:
     budgets = [low + place * (high - low) for place in places]
     found = ls.largest_that_fits(module, ls.SpectralSharding(), images, memory=budgets, optimizer=adam)
     seconds = time.process_time() - start
-    print(f"{seconds:.0f} s, {len(counted)} steps counted; keep ratios {', '.join(f'{ratio:.3f}' for ratio in found)}")
+    print(f"{seconds:.1f} s, {len(counted)} steps counted; keep ratios {', '.join(f'{ratio:.3f}' for ratio in found)}")
 
 
 if __name__ == "__main__":

@@ -53,6 +53,10 @@ class Capacities(Generic[Choice]):
         """All capacities that may differ in cost, from the smallest sub-model to the largest."""
         return [1.0]
 
+    def counts(self, server: nn.Module) -> Callable[[int], Sequence[int]]:
+        """What the sizes of a client's tensors are multiples of, by the place of its capacity among `all_of`."""
+        return lambda place: [place + 1]
+
     def planned(self, server: nn.Module) -> Choice:
         """The same choice with the plan of ``server``, so that no example input is needed; by default without one."""
         return self.choice

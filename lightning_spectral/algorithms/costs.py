@@ -8,6 +8,7 @@ happens on fake tensors, unless the module's code needs values.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections import OrderedDict
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise, starmap, zip_longest
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -51,7 +52,7 @@ from lightning_spectral.nn.cost import (
     show_bytes,
     storages,
 )
-from lightning_spectral.nn.layers.terms import sharded_layers
+from lightning_spectral.nn.layers.terms import rebuilding_is_cheaper, sharded_layers
 from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
 from lightning_spectral.protocol.buffer_rules import Rules
 from lightning_spectral.protocol.cohort import Cohort
@@ -230,13 +231,13 @@ def largest_that_fits(
         )
 
     known: dict[int, int] = {}  # what is needed at an index, shared by all budgets
-    steps: dict[int, Tensor] = {}  # and the memory that is needed at each moment of a step
-
+    steps: dict[int, Step] = {}
+    counts = counted.algorithm.capacities.counts(module)
     found, said = dict[int, float](), time.perf_counter()
 
     def needed(index: int) -> int:
         nonlocal said
-        if (follows := between(steps, index)) is not None:
+        if (follows := between(steps, index, counts)) is not None:
             return follows
         if time.perf_counter() - said > SECONDS:
             said = time.perf_counter()
@@ -245,16 +246,12 @@ def largest_that_fits(
         beside = [] if one else candidates[:2] if index == 0 else candidates[:1]
         passed = example if name in OF_A_PASS else None
         cost = counted.at([candidates[index]], passed, beside)[candidates[index]]
-        need = int(getattr(cost, NEEDS[name]))
         if name == "memory":
-            levels = torch.tensor(counted.levels)
-            steps[index] = levels + (need - levels.max())
-        return need
+            steps[index] = Step(cost, *counted.step)
+        return int(getattr(cost, NEEDS[name]))
 
     def at_end(index: int) -> int:
-        if index not in known:
-            known[index] = needed(index)
-        return known[index]
+        return known.setdefault(index, known[index] if index in known else needed(index))
 
     def largest(budget: float, as_given: float | str) -> float:
         if at_end(len(candidates) - 1) <= budget:
@@ -320,39 +317,65 @@ def last_within(budget: float, needed: Callable[[int], int], known: dict[int, in
     return fits
 
 
-def between(steps: Mapping[int, Tensor], index: int) -> int | None:
-    """The memory that a step needs, if it follows from that at other indices; otherwise ``None``.
+class Step:
+    """A local step whose memory was counted.
 
-    It does between three indices, two of them neighbours, whose steps have the same moments, if the memory at its peak
-    is linear in the index. The sizes of all tensors that are then alive are linear, too: one that is not, such as that
-    of terms whose number is rounded up, grows by another amount between neighbours than on average. At other moments
-    memory may grow otherwise, as that of products of factors, but not beyond that at the larger index.
+    ``events`` are the sizes of what the client holds, and of what the step makes and frees, as in `LiveBytes`;
+    ``choices`` are what its layers asked `rebuilding_is_cheaper`.
+    """
 
-    Args:
-        steps: Maps indices to the memory at each moment, of shape ``(moments,)``.
-        index: Any index.
+    def __init__(self, cost: Cost, events: Iterable[Sequence[int]], choices: Sequence[Sequence[int]]) -> None:
+        self.sizes = torch.tensor([*zip_longest(*events, fillvalue=1)])
+        self.choices = torch.tensor(choices, dtype=torch.int64).view(-1, 4)
+        self.besides = cost.memory_bytes - most_alive(self.sizes)
+        self.decisions = [*starmap(rebuilding_is_cheaper, choices)]
+        self.kind = self.sizes.shape, self.besides, *self.sizes[0].sign().tolist(), *self.decisions
+
+
+def most_alive(sizes: Tensor) -> int:
+    """The most bytes that are alive at once, of tensors that are made and freed; shape ``(dims, events)``."""
+    return int(sizes.prod(0).cumsum(0).max())
+
+
+def between(steps: Mapping[int, Step], index: int, counts: Callable[[int], Sequence[int]]) -> int | None:
+    """The memory that a step needs, if it follows from two other steps; otherwise ``None``.
+
+    It does from two in which the same happens, in the same order, if the layers would choose likewise. What dimensions
+    may be multiples of at an index, ``counts`` tells.
+    """
+    lowest = {steps[place].kind: place for place in sorted(steps, reverse=True)}
+    highest = {steps[place].kind: place for place in sorted(steps)}
+    for low, high in ((low, highest[kind]) for kind, low in lowest.items() if low < highest[kind]):
+        first, last = steps[low], steps[high]
+        at = torch.tensor([*{*zip(*map(counts, (low, high, index)), strict=True)}]).T
+        choices, sizes = dimensions(first.choices, last.choices, at), dimensions(first.sizes, last.sizes, at)
+        if choices and sizes and [*starmap(rebuilding_is_cheaper, choices[0].tolist())] == first.decisions:
+            least, most = map(most_alive, sizes)
+            if least == most:
+                return first.besides + least
+    return None
+
+
+def dimensions(first: Tensor, last: Tensor, counts: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The least and the largest that dimensions can be at some counts, from what they are at two others.
+
+    One that is the same at both stays so. One that is a multiple of a count at both grows with it; perhaps of several.
+    ``None`` if one is neither, or if that cannot be told. Rows of ``counts`` are those of ``first``, those of ``last``,
+    and those that are asked for.
 
     Example:
-        >>> steps = {i: torch.tensor([1000 + 2 * i, i**2]) for i in (0, 30, 31)}
-        >>> between(steps, 10), between(steps, 32)
-        (1020, None)
-        >>> between({i: torch.tensor([-(-i // 2)]) for i in (0, 30, 31)}, 10)  # half of it, rounded up
+        >>> dimensions(torch.tensor([7, 2, 12]), torch.tensor([7, 4, 24]), torch.tensor([[2, 6], [4, 12], [3, 10]]))
+        (tensor([ 7,  3, 18]), tensor([ 7,  3, 20]))
     """
-    counted = sorted(steps)
-    above, below = [i for i in counted if i >= index][:1], [i for i in counted if i <= index][-1:]
-    neighbours = [pair for pair in pairwise(counted) if pair[1] == pair[0] + 1]
-    for three in [*((*pair, *above) for pair in neighbours), *((*below, *pair) for pair in neighbours)]:
-        if len(three) < 3 or not three[0] <= index <= three[-1] or not three[0] < three[1] < three[-1]:
-            continue
-        (low, middle, high), (first, second, last) = three, (steps[i] for i in three)
-        if not first.shape == second.shape == last.shape:
-            continue
-        linear = first * (high - middle) + last * (middle - low) == second * (high - low)
-        found = (first * (high - index) + last * (index - low))[linear] // (high - low)
-        others = torch.maximum(first, last)[~linear]
-        if len(found) and (not len(others) or found.max() >= others.max()):
-            return int(found.max())
-    return None
+    before, after, now = counts.unbind()
+    grew, least, most = first != last, first.clone(), last.clone()
+    multiple = first[grew].unsqueeze(1) // before
+    may = (multiple * before == first[grew].unsqueeze(1)) & (multiple * after == last[grew].unsqueeze(1))
+    if not may.any(1).all() or ((before == after) & (before != now)).any():
+        return None
+    least[grew] = (multiple * now).where(may, torch.iinfo(now.dtype).max).amin(1)
+    most[grew] = (multiple * now).where(may, 0).amax(1)
+    return least, most
 
 
 def round_bytes(
@@ -469,6 +492,9 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         parts = [*args, *(kwargs or {}).values()]
         if any(id(leaf) in self._of for part in parts for leaf in (part if isinstance(part, list) else (part,))):
             raise RuntimeError("A tensor of the module is used that is kept where no other can take its place.")
+        given = [part for part in parts if isinstance(part, Tensor)]
+        if len(given) == 1 and type(given[0]) is Tensor and given[0].dim() == 0 and not given[0].is_meta:
+            return func(*args, **(kwargs or {}))  # a number, such as that of an optimizer's steps
         if func in RNN_KERNELS:  # only they know the size of their workspace
             args, kwargs = tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs or {}))
             return tree_map_only(Tensor, self.from_tensor, func(*args, **kwargs))
@@ -481,25 +507,25 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return FakeTensor(self, view, args[0].fake_device)
             if changes_values(func):
                 return args[0]
-            if makes_one(func) and (given := _described((func, *parts, *(kwargs or {})))) is not None:
-                if given in self._made:
-                    (shape, stride, dtype), device = self._made[given]
+            if makes_one(func) and (asked := _described((func, *parts, *(kwargs or {})))) is not None:
+                if asked in self._made:
+                    (shape, stride, dtype), device = self._made[asked]
                     return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
                 made: Any = super().__torch_dispatch__(func, types, args, kwargs)
                 if not storages(made).keys() & storages(parts).keys():  # some that say they make one return a view
-                    self._made[given] = _described(made), made.fake_device
+                    self._made[asked] = _described(made), made.fake_device
                 return made
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _described(part: Any) -> Any:
     """What the size of a result depends on in an argument; ``None`` if its values may matter."""
-    if isinstance(part, FakeTensor):
-        return None if part.constant is not None else (part.shape, part.stride(), part.dtype)
+    if isinstance(part, Tensor):
+        return None if getattr(part, "constant", None) is not None else (part.shape, part.stride(), part.dtype)
     if isinstance(part, (list, tuple)):
         inner = [_described(entry) for entry in part]
         return None if None in inner else tuple(inner)
-    return None if isinstance(part, Tensor) else (type(part), part)  # the type, because True equals 1
+    return type(part), part  # the type, because True equals 1
 
 
 class _Counted:
@@ -516,7 +542,7 @@ class _Counted:
         passes: bool = True,
     ) -> None:
         self.filters, self.buffers, self.passes = filters, buffers or {}, passes
-        self.levels: list[int] = []  # bytes that are alive after each allocation of the step counted last
+        self.step: list[Any] = []  # events and choices of the last step
         if optimizer is not None:
             check_is("optimizer", optimizer, Optimizer)
             if foreign := foreign_parameters(optimizer, module):
@@ -594,7 +620,7 @@ class _Counted:
             example = as_input(self.module, example)
             given: dict[str, Any] = {"beside": beside, "moving": half.costs_besides.sent_again, "fakes": fakes}
             given["filters"] = self.filters
-            stepping: dict[str, Any] = {"optimizer": self.optimizer, "passes": self.passes, "levels": self.levels}
+            stepping: dict[str, Any] = {"optimizer": self.optimizer, "passes": self.passes, "step": self.step}
             first = second = turn_costs(half, keep_ratios, example, **stepping, **given)
             if not half.costs_besides.rounds_are_alike:
                 second = turn_costs(half, keep_ratios, round_idx=1, **given)
@@ -633,14 +659,14 @@ def turn_costs(
     fakes: FakeTensors | None = None,
     filters: Sequence[Filter] = (),
     passes: bool = True,
-    levels: list[int] | None = None,
+    step: list[Any] | None = None,
 ) -> dict[float, Cost]:
     """Open a round with one client of each keep ratio; count what it is sent, holds and sends back, and one pass.
 
     Clients of the keep ratios ``beside`` take part without being counted. Without an example, or ``passes``, no pass is
-    counted; with an optimizer, so is the memory of a local step, and the bytes that are alive after each allocation of
-    the last one become the entries of ``levels``. Frozen tensors that change between rounds, and so are sent in each,
-    are named in ``moving``. Where ``fakes`` are in place of the module's tensors, all that a client makes is fake, too.
+    counted; with an optimizer, so is the memory of a local step, and what `Step` is told of the last one becomes the
+    entries of ``step``. Frozen tensors that change between rounds, and so are sent in each, are named in ``moving``.
+    Where ``fakes`` are in place of the module's tensors, all that a client makes is fake, too.
     """
     units = {
         r: WorkUnit(client_id, coefficient=1.0) for client_id, r in enumerate(dict.fromkeys([*beside, *keep_ratios]))
@@ -673,10 +699,10 @@ def turn_costs(
             if optimizer is not None:  # last, because it changes the client
                 options = options_of(optimizer)
                 LocalOptimizer(optimizer, names, client, side.stand_ins(client)).start_client(options)
-                memory, alive = _step_memory(told, client, download, optimizer, example)
+                memory, *happened = _step_memory(told, client, download, optimizer, example)
                 cost += memory
-                if levels is not None:
-                    levels[:] = alive
+                if step is not None:
+                    step[:] = happened
         costs[keep_ratio] = cost
     return costs
 
@@ -691,23 +717,31 @@ def _widest_step(told: Instructions, client: nn.Module, download: Download) -> S
 
 def _step_memory(
     told: Instructions, client: nn.Module, download: Download, optimizer: Optimizer, example: Example
-) -> tuple[Cost, list[int]]:
-    """Take a local step like those after the first, in the order of the local loop, and count what is alive, and when.
+) -> tuple[Cost, list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Take a local step in the order of the local loop, and count what is alive; return what `Step` is told.
 
-    The gradients of the step before are alive until the backward pass begins, and the optimizer's state is there. The
-    loss is the output, if that has a single number; otherwise all outputs get a gradient, as from a loss.
+    The gradients of the step before are alive until the backward pass begins, and the optimizer's state, which the step
+    makes, counts as there before it. The loss is the output, if that has a single number; otherwise all outputs get a
+    gradient, as from a loss.
     """
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
-    def state_bytes() -> int:
-        return _bytes_of(_tensors(optimizer.state.get(parameter) for parameter in trained))
+    def state() -> list[Tensor]:
+        return _tensors(optimizer.state.get(parameter) for parameter in trained)
 
-    made_before = state_bytes()  # by those that make it with the optimizer, such as Adagrad
+    made_before = state()  # by those that make it with the optimizer, such as Adagrad
+    choices: list[tuple[int, ...]] = []
+
+    def noted(*numbers: int) -> bool:
+        choices.append(numbers)
+        return rebuilding_is_cheaper(*numbers)
+
+    for layer in sharded_layers(client).values():
+        layer.rebuilds = noted
     with LiveBytes() as live:
         actions = _widest_step(told, client, download)
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()  # which makes its state
         if actions.before_forward is not None:
             actions.before_forward()
         output = run_example(client, example)
@@ -724,15 +758,17 @@ def _step_memory(
         if actions.before_step is not None:
             actions.before_step(optimizer)
         optimizer.step()
-    gradients, state = _bytes_of(trained), state_bytes()
-    batch = _bytes_of(_tensors([example]))
+    gradients, made = _bytes_of(trained), _bytes_of(state())
+    batch, held = _bytes_of(_tensors([example])), [*client.parameters(), *client.buffers()]
+    events = live.first(state())
     cost = Cost(
-        weight_bytes=_bytes_of([*client.parameters(), *client.buffers()]),
+        weight_bytes=_bytes_of(held),
         gradient_bytes=gradients,
-        optimizer_bytes=state,
-        activation_bytes=live.most + batch - gradients - (state - made_before),
+        optimizer_bytes=made,
+        activation_bytes=max(accumulate(map(math.prod, events))) + batch - gradients - (made - _bytes_of(made_before)),
     )
-    return cost, live.levels
+    sizes = ((tensor.itemsize, *tensor.shape) for tensor in (*download.tensors.values(), *held, *made_before))
+    return cost, [*sizes, *events], choices
 
 
 def _tensors(trees: Iterable[Any]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -285,6 +285,11 @@ class Widths(KeepRatios[WidthSharding]):
 
     def planned(self, server: nn.Module) -> WidthSharding:
         return replace(self.choice, plan=self.choice.plan_for(server))
+
+    def counts(self, server: nn.Module) -> Callable[[int], Sequence[int]]:
+        """How many channels of each group a client holds."""
+        ratios, groups = self.all_of(server), self.choice.plan_for(server).groups
+        return lambda place: [group.num_kept(ratios[place]) for group in groups]
 
 
 class WidthHalf(DenseHalf):

@@ -236,6 +236,9 @@ class OneCompression(Capacities[Zampling]):
         weights = replace(self.choice, compression=1.0).scheme().weights_of(server)
         return Compressions(sum(weight.num_values for weight in weights), self.choice.degree or 1)
 
+    def counts(self, server: nn.Module) -> Callable[[int], Sequence[int]]:
+        return lambda place: [place + (self.choice.degree or 1)]  # probabilities
+
 
 class ZamplingHalf(DenseHalf):
     """Zampling bound to a module. In one process the device half shares the rows of Q with the state."""

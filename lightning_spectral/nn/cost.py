@@ -370,40 +370,57 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         now: Bytes that are alive.
         most: The most that were alive at once.
-        levels: Bytes that were alive after each allocation.
+        events: The size of each tensor when it was made, bytes of an entry first, and when it was freed, minus those.
 
     Example:
         >>> with LiveBytes() as live:
         ...     x = torch.ones(4)
         ...     y = x[:2] + 1  # the view is no memory of its own
         ...     del x
-        >>> live.now, live.most
-        (8, 24)
+        >>> live.now, live.most, live.events
+        (8, 24, [(4, 4), (4, 2), (-4, 4)])
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
-        self.levels: list[int] = []
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.events: list[tuple[int, ...]] = []
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # with the place of its event
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # of which a fake tensor is asked very often
+            return args[0].fake_device
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.lift_fresh.default:  # from data in Python; of real tensors, it is no operation
+        # data in Python are no operation, and an optimizer mostly changes what there is
+        if func is torch.ops.aten.lift_fresh.default or (args and result is args[0]):
             return result
         made = {key: storage for key, storage in storages(result).items() if key not in self._alive}
         given = storages((args, kwargs)) if made else {}
+        sizes = (
+            {t.untyped_storage()._cdata: (t.itemsize, *t.shape) for t in tree_leaves(result) if isinstance(t, Tensor)}
+            if made
+            else {}
+        )
         for key, storage in made.items():
             if key not in given:
+                size = sizes[key] if math.prod(sizes[key]) == storage.nbytes() else (1, storage.nbytes())
                 # torch keeps the object for as long as the memory
-                self._alive[key] = weakref.ref(storage, partial(self._free, key, storage.nbytes()))
+                freed = partial(self._free, key, storage.nbytes(), (-size[0], *size[1:]))
+                self._alive[key] = weakref.ref(storage, freed), len(self.events)
                 self.now += storage.nbytes()
                 self.most = max(self.most, self.now)
-                self.levels.append(self.now)
+                self.events.append(size)
         return result
 
-    def _free(self, key: int, size: int, _: object) -> None:
+    def first(self, tree: Any) -> list[tuple[int, ...]]:
+        """The events, as if those of the tensors in a tree, which are alive, had come first."""
+        places = {self._alive[key][1]: None for key in storages(tree) if key in self._alive}
+        others = [event for place, event in enumerate(self.events) if place not in places]
+        return [*map(self.events.__getitem__, places), *others]
+
+    def _free(self, key: int, size: int, event: tuple[int, ...], _: object) -> None:
         del self._alive[key]
         self.now -= size
+        self.events.append(event)

@@ -236,12 +236,49 @@ def test_most_budgets_of_many_clients_follow_from_what_was_counted_for_others(mo
     monkeypatch.setattr(costs._Counted, "at", lambda *args: (counted.append(args[1]), at(*args))[1])
     budgets = range(5_890_000, 6_220_000, 33_000)
     found: Any = ls.largest_that_fits(module, algorithm, example, memory=budgets, **options)
-    assert len(counted) <= 10  # of 48; each search on its own counts about three for a budget
+    assert len(counted) <= 4  # of 48; each search on its own counts about three for a budget
     candidates = [part / 48 for part in range(1, 49)]
     following = [candidates[candidates.index(ratio) + 1] for ratio in found]
     table = ls.cost_table(module, algorithm, [*found, *following], example, **options).at
     for ratio, beyond, budget in zip(found, following, budgets, strict=True):
         assert table[ratio].memory_bytes <= budget < table[beyond].memory_bytes
+
+
+def convolutions() -> nn.Module:
+    """Layers with several numbers of terms, which rebuild their weights from different keep ratios on."""
+    inner = [nn.Conv2d(16, 24, 3, stride=2), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 32, 3), nn.Conv2d(32, 32, 1)]
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *inner, nn.Flatten(), nn.Linear(288, 20), nn.Linear(20, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_optimizer", [OPTIMIZERS["adam"], torch.optim.Adagrad], ids=["adam", "adagrad"])
+@pytest.mark.parametrize(
+    ("algorithm", "most"),
+    [
+        (ls.SpectralSharding(), 8),
+        (ls.SpectralSharding(layers=ls.LayerChoices(term_granularity=4)), 15),
+        (ls.SpectralSharding(layers=ls.LayerChoices(convolutions="tucker")), 64),
+        (ls.WidthSharding(), 2),
+    ],
+    ids=["spectral", "granular", "Tucker", "width"],
+)
+def test_what_follows_for_a_keep_ratio_is_what_would_be_counted(
+    algorithm: Any, most: int, make_optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever layers decide: with every keep ratio counted, each answer fits, and the next larger one does not."""
+    module, example = convolutions(), torch.zeros(64, 3, 12, 12)
+    adam, counted, at = make_optimizer(module.parameters()), [], costs._Counted.at
+    every = costs._Counted(module, algorithm, example, adam, passes=False)
+    ratios = every.algorithm.capacities.all_of(module)
+    table = {ratio: every.at([ratio], example, ratios[: 1 + (ratio == ratios[0])])[ratio] for ratio in ratios}
+    needed = [table[ratio].memory_bytes for ratio in ratios]
+    monkeypatch.setattr(costs._Counted, "at", lambda *args: (counted.append(args[1]), at(*args))[1])
+    budgets = [needed[0] + (needed[-1] - needed[0]) * part / 12 for part in range(13)]
+    found: Any = ls.largest_that_fits(module, algorithm, example, memory=budgets, optimizer=adam)
+    for budget, place in zip(budgets, map(list(ratios).index, found), strict=True):
+        assert needed[place] <= budget
+        assert place + 1 == len(ratios) or budget < needed[place + 1]
+    assert len(counted) <= most
 
 
 def test_a_search_that_takes_long_says_how_far_it_is(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -43,7 +44,7 @@ from lightning_spectral.algorithms.spectral.start import (
     of_each_matrix,
     with_absent_rows,
 )
-from lightning_spectral.algorithms.spectral.tucker import TuckerRound, TuckerState
+from lightning_spectral.algorithms.spectral.tucker import TuckerRound, TuckerState, ranks_of
 from lightning_spectral.algorithms.term_draws import TermDraws, first_terms, places_of_terms, plan_draws
 from lightning_spectral.arguments import Number, as_patterns, check_fields
 from lightning_spectral.client.device import StepActions
@@ -357,6 +358,17 @@ class SharesOfTerms(KeepRatios[SpectralSharding]):
             return found
         choice = replace(self.choice, keep_ratio=tuple(found))
         return {keep_ratio: (choice, keep_ratio) for keep_ratio in found}
+
+    def counts(self, server: nn.Module) -> Callable[[int], Sequence[int]]:
+        """How many terms a client holds of each matrix, and of all, and how many inner channels."""
+        ratios, plan = self.all_of(server), self.choice.plan(server)
+
+        def at(place: int) -> list[int]:
+            terms = [block.num_terms(ratios[place]) for block in plan.matrices.values()]
+            channels = [ranks_of(layer, ratios[place]) for layer in plan.tucker.values()]
+            return [*terms, sum(terms), *chain.from_iterable(channels)]
+
+        return at
 
 
 class SpectralHalf(DenseHalf):

@@ -18,7 +18,6 @@ from lightning_spectral.nn.layers.terms import (
     WeightBlock,
     as_rows,
     from_rows,
-    rebuilding_is_cheaper,
     row_blocks,
 )
 
@@ -92,7 +91,7 @@ class SpectralShardedConv(SpectralShardedLayer):
         input, v = self._leading(input, channel_dim)
         input, padding = padded(self, input)
         bias = self.bias if self.bias is None or self.has_all_rows else self.bias[: len(self.u)]
-        if rebuilding_is_cheaper(self._output_positions(input, padding), self.num_terms, len(self.u), v.shape[1]):
+        if self.rebuilds(self._output_positions(input, padding), self.num_terms, len(self.u), v.shape[1]):
             out = self._convolve(input, self.scaled_u() @ v, bias, padding)
         else:
             hidden = self._convolve(input, v, None, padding)

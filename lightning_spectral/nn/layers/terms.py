@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,6 +118,7 @@ class SingularTerms(nn.Module):
         omega: Buffer of shape ``(n,)``: the auxiliary multipliers, frozen while a client trains.
         num_rows: Number of rows. ``u`` may hold only the leading ones; the matrix is zero in the others.
         multiplies: Whether multipliers may differ from 1; whoever has looked may say that they do not.
+        rebuilds: Decides where the matrix is rebuilt; whoever counts may listen.
 
     Example:
         >>> terms = SingularTerms((4, 3), num_terms=1)
@@ -130,6 +131,7 @@ class SingularTerms(nn.Module):
     v: nn.Parameter
     omega: Tensor
     multiplies = True
+    rebuilds: Callable[[int, int, int, int], bool]
 
     def __init__(
         self,
@@ -141,6 +143,7 @@ class SingularTerms(nn.Module):
         super().__init__()
         rows, columns = shape
         self.num_rows = rows
+        self.rebuilds = rebuilding_is_cheaper
         num_terms = Whole(at_least=1, at_most=min(shape), hint="a matrix has as many terms as its shorter side")(
             "num_terms", num_terms
         )
@@ -175,7 +178,7 @@ class SingularTerms(nn.Module):
         """
         x, v = self._leading(x, -1)
         held = bias if bias is None or self.has_all_rows else bias[: len(self.u)]
-        if rebuilding_is_cheaper(x.numel() // x.shape[-1], self.num_terms, self.u.shape[0], v.shape[1]):
+        if self.rebuilds(x.numel() // x.shape[-1], self.num_terms, self.u.shape[0], v.shape[1]):
             out = F.linear(x, self.scaled_u() @ v, held)
         else:
             out = F.linear(F.linear(x, v), self.scaled_u(), held)

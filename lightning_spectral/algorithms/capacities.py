@@ -54,8 +54,8 @@ class Capacities(Generic[Choice]):
         return [1.0]
 
     def counts(self, server: nn.Module) -> Callable[[int], Sequence[int]]:
-        """What the sizes of a client's tensors are multiples of, by the place of its capacity among `all_of`."""
-        return lambda place: [place + 1]
+        """All that dimensions may be multiples of, by the place of a capacity in `all_of`."""
+        return lambda place: []
 
     def planned(self, server: nn.Module) -> Choice:
         """The same choice with the plan of ``server``, so that no example input is needed; by default without one."""

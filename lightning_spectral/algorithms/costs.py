@@ -251,7 +251,9 @@ def largest_that_fits(
         return int(getattr(cost, NEEDS[name]))
 
     def at_end(index: int) -> int:
-        return known.setdefault(index, known[index] if index in known else needed(index))
+        if index not in known:
+            known[index] = needed(index)
+        return known[index]
 
     def largest(budget: float, as_given: float | str) -> float:
         if at_end(len(candidates) - 1) <= budget:
@@ -274,12 +276,7 @@ def largest_that_fits(
 
 
 def halving(number: int) -> list[int]:
-    """The numbers below ``number``: the ends first, then always the middle of those that are there.
-
-    Example:
-        >>> halving(6)
-        [0, 5, 2, 1, 3, 4]
-    """
+    """The numbers below ``number``: the ends first, then always the middle of those that are there."""
     found, gaps = list(dict.fromkeys([0, number - 1]))[:number], [(0, number - 1)]
     for low, high in gaps:  # which grows
         if high - low > 1:
@@ -340,14 +337,17 @@ def most_alive(sizes: Tensor) -> int:
 def between(steps: Mapping[int, Step], index: int, counts: Callable[[int], Sequence[int]]) -> int | None:
     """The memory that a step needs, if it follows from two other steps; otherwise ``None``.
 
-    It does from two in which the same happens, in the same order, if the layers would choose likewise. What dimensions
-    may be multiples of at an index, ``counts`` tells.
+    It does from two in which the same happens, in the same order, if the layers would choose likewise; beyond the two
+    only where layers choose. ``counts`` tells all that dimensions may be multiples of at an index.
     """
     lowest = {steps[place].kind: place for place in sorted(steps, reverse=True)}
     highest = {steps[place].kind: place for place in sorted(steps)}
     for low, high in ((low, highest[kind]) for kind, low in lowest.items() if low < highest[kind]):
         first, last = steps[low], steps[high]
-        at = torch.tensor([*{*zip(*map(counts, (low, high, index)), strict=True)}]).T
+        if not (low <= index <= high or first.decisions):
+            continue
+        of_each = {*zip(*map(counts, (low, high, index)), strict=True)}
+        at = torch.tensor([*of_each], dtype=torch.int64).view(-1, 3).T
         choices, sizes = dimensions(first.choices, last.choices, at), dimensions(first.sizes, last.sizes, at)
         if choices and sizes and [*starmap(rebuilding_is_cheaper, choices[0].tolist())] == first.decisions:
             least, most = map(most_alive, sizes)
@@ -359,9 +359,9 @@ def between(steps: Mapping[int, Step], index: int, counts: Callable[[int], Seque
 def dimensions(first: Tensor, last: Tensor, counts: Tensor) -> tuple[Tensor, Tensor] | None:
     """The least and the largest that dimensions can be at some counts, from what they are at two others.
 
-    One that is the same at both stays so. One that is a multiple of a count at both grows with it; perhaps of several.
-    ``None`` if one is neither, or if that cannot be told. Rows of ``counts`` are those of ``first``, those of ``last``,
-    and those that are asked for.
+    All that depend on capacity are multiples of some count. One that is the same at both stays so, one that is a
+    multiple of a count at both grows with it; perhaps of several. ``None`` if one is neither, or if that cannot be
+    told. Rows of ``counts`` are those of ``first``, those of ``last``, and those that are asked for.
 
     Example:
         >>> dimensions(torch.tensor([7, 2, 12]), torch.tensor([7, 4, 24]), torch.tensor([[2, 6], [4, 12], [3, 10]]))
@@ -438,12 +438,6 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     A step is thousands of small operations, and torch takes a fraction of a millisecond for each. So those that are
     asked for most are answered here: views, changed values, and results for sizes that were there before.
-
-    Example:
-        >>> fakes, line = FakeTensors(), nn.Linear(2, 3)
-        >>> with fakes.in_place_of(line), fakes:
-        ...     line(torch.ones(5, 2))
-        FakeTensor(..., size=(5, 3), grad_fn=<AddmmBackward0>)
     """
 
     def __init__(self) -> None:
@@ -738,10 +732,13 @@ def _step_memory(
 
     for layer in sharded_layers(client).values():
         layer.rebuilds = noted
+    is_known = type(optimizer).__module__.startswith("torch.")  # a later step of others may take more than the first
     with LiveBytes() as live:
         actions = _widest_step(told, client, download)
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
+        if not is_known:
+            optimizer.step()
         if actions.before_forward is not None:
             actions.before_forward()
         output = run_example(client, example)
@@ -758,17 +755,27 @@ def _step_memory(
         if actions.before_step is not None:
             actions.before_step(optimizer)
         optimizer.step()
-    gradients, made = _bytes_of(trained), _bytes_of(state())
-    batch, held = _bytes_of(_tensors([example])), [*client.parameters(), *client.buffers()]
-    events = live.first(state())
+    of_step, unreached = state(), [parameter.grad is None for parameter in trained]
+    if any(unreached):  # by this step, but perhaps by others
+        for parameter, is_new in zip(trained, unreached, strict=True):
+            parameter.grad = torch.zeros_like(parameter) if is_new else None
+        optimizer.step()
+    before = {id(tensor) for tensor in of_step}
+    held = [*client.parameters(), *client.buffers()]
+    gradients, made, batch = _bytes_of(trained), _bytes_of(state()), _bytes_of(_tensors([example]))
+    later = (tensor for tensor in state() if tensor.dim() and id(tensor) not in before)
+    events = [*_sizes(later), *live.starting_with(of_step if is_known else ())]
     cost = Cost(
         weight_bytes=_bytes_of(held),
         gradient_bytes=gradients,
         optimizer_bytes=made,
         activation_bytes=max(accumulate(map(math.prod, events))) + batch - gradients - (made - _bytes_of(made_before)),
     )
-    sizes = ((tensor.itemsize, *tensor.shape) for tensor in (*download.tensors.values(), *held, *made_before))
-    return cost, [*sizes, *events], choices
+    return cost, [*_sizes([*download.tensors.values(), *held, *made_before]), *events], choices
+
+
+def _sizes(tensors: Iterable[Tensor]) -> list[tuple[int, ...]]:
+    return [(tensor.itemsize, *tensor.shape) for tensor in tensors]
 
 
 def _tensors(trees: Iterable[Any]) -> list[Tensor]:

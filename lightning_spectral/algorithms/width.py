@@ -287,9 +287,14 @@ class Widths(KeepRatios[WidthSharding]):
         return replace(self.choice, plan=self.choice.plan_for(server))
 
     def counts(self, server: nn.Module) -> Callable[[int], Sequence[int]]:
-        """How many channels of each group a client holds."""
-        ratios, groups = self.all_of(server), self.choice.plan_for(server).groups
-        return lambda place: [group.num_kept(ratios[place]) for group in groups]
+        """How many channels a client holds, along each dimension of each tensor."""
+        ratios, plan = self.all_of(server), self.choice.plan_for(server)
+
+        def at(place: int) -> list[int]:
+            held = plan.indices(plan.first(ratios[place])).values()
+            return [len(along) for dims in held for along in dims]
+
+        return at
 
 
 class WidthHalf(DenseHalf):

@@ -333,12 +333,7 @@ class _WholePass(nullcontext[None]):
 
 
 def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
-    """Multiplications of a recurrent layer: each weight is used once at every position; terms are multiplied out first.
-
-    Example:
-        >>> recurrent_macs(nn.LSTM(4, 6), num_positions=15)  # 4 gates of 6 rows, 4 + 6 columns
-        3600
-    """
+    """Multiplications of a recurrent layer: each weight once at every position; terms are multiplied out first."""
     terms = [module for module in layer.modules() if isinstance(module, SingularTerms)]
     sizes = [module.u.shape[0] * module.v.shape[1] for module in terms]
     dense = sum(weight.numel() for weight in layer._flat_weights if weight is not None and weight.dim() == 2)
@@ -390,7 +385,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # of which a fake tensor is asked very often
+        if func is torch.ops.prim.device.default and hasattr(
+            args[0], "fake_device"
+        ):  # of which a fake tensor is asked very often
             return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         # data in Python are no operation, and an optimizer mostly changes what there is
@@ -414,7 +411,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.events.append(size)
         return result
 
-    def first(self, tree: Any) -> list[tuple[int, ...]]:
+    def starting_with(self, tree: Any) -> list[tuple[int, ...]]:
         """The events, as if those of the tensors in a tree, which are alive, had come first."""
         places = {self._alive[key][1]: None for key in storages(tree) if key in self._alive}
         others = [event for place, event in enumerate(self.events) if place not in places]

@@ -28,10 +28,6 @@ def as_input(module: nn.Module, example_input: Example) -> Example:
 
     A Trainer moves the module and its batches to its device, and casts them (``precision="64-true"``), but not the
     ``example_input_array``.
-
-    Example:
-        >>> as_input(nn.Linear(2, 3).double(), (torch.zeros(1, 2), torch.tensor(1)))
-        (tensor([[0., 0.]], dtype=torch.float64), tensor(1))
     """
     devices = {parameter.device for parameter in module.parameters()}
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}

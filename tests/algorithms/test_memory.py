@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -279,6 +279,55 @@ def test_what_follows_for_a_keep_ratio_is_what_would_be_counted(
         assert needed[place] <= budget
         assert place + 1 == len(ratios) or budget < needed[place + 1]
     assert len(counted) <= most
+
+
+class Branches(nn.Module):
+    """Two layers whose outputs are concatenated, and one that the example does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 8, 3, padding=1), nn.Conv2d(12, 16, 1)
+        self.joined, self.head, self.unreached = nn.Conv2d(24, 10, 3), nn.Linear(10, 4), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = self.joined(torch.cat([self.a(x), self.b(x)], 1))
+        return cast(Tensor, self.head(x.mean((2, 3))))
+
+
+def test_sums_of_channels_follow_as_well() -> None:
+    """A dimension of 8 + 16 channels is no multiple of the 12 before them, though it is when all are held."""
+    module, example, algorithm = Branches(), torch.zeros(4, 3, 8, 8), ls.WidthSharding()
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
+    ratios = [1 / 16, 1 / 12, 1 / 10, 1 / 8]
+    table = ls.cost_table(module, algorithm, ratios, example, **options).at
+    budgets = [table[ratio].memory_bytes for ratio in ratios]
+    assert ls.largest_that_fits(module, algorithm, example, memory=budgets, **options) == ratios
+
+
+class Growing(torch.optim.SGD):
+    """Needs more in its second step than in the first."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            mean = self.state[parameter].get("mean")
+            self.state[parameter]["mean"] = (
+                parameter.grad.clone() if mean is None else 0.9 * mean + 0.1 * parameter.grad
+            )
+
+
+def test_the_state_that_any_step_would_make_is_there() -> None:
+    """Of parameters that the example does not reach; and of optimizers that need more in later steps."""
+    module, x = Branches(), torch.zeros(4, 3, 8, 8)
+    adam = ls.cost_table(module, ls.FedAvg(), [1], x, optimizer=torch.optim.Adam(module.parameters())).full
+    numbers = sum(parameter.numel() for parameter in module.parameters())
+    assert adam.optimizer_bytes == 4 * (2 * numbers + len([*module.parameters()]))  # two means, and a number of steps
+    plain, growing = (
+        ls.cost_table(module, ls.FedAvg(), [1], x, optimizer=kind(module.parameters(), lr=0.1)).full
+        for kind in (torch.optim.SGD, Growing)
+    )
+    assert growing.optimizer_bytes == 4 * numbers
+    assert growing.activation_bytes > plain.activation_bytes  # the old mean and parts of the new one, at once
 
 
 def test_a_search_that_takes_long_says_how_far_it_is(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from os import PathLike
@@ -310,6 +310,10 @@ class Ranks(Capacities[LoRA]):
         if any(layer.brings_factors for layer in layers):
             raise ValueError("The module has adapters of PEFT, whose rank is their `r`; give the plain module.")
         return range(1, min(min(layer.in_features, layer.out_features) for layer in layers) + 1)
+
+    def counts(self, server: nn.Module) -> Callable[[int], Sequence[int]]:
+        ranks = self.all_of(server)
+        return lambda place: [ranks[place]]
 
 
 class LoRAHalf(DenseHalf):

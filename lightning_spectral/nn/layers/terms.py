@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,7 +64,8 @@ def row_blocks(
     parameter: str, weight: Tensor, names: Sequence[str], transposed: bool = False
 ) -> tuple[WeightBlock, ...]:
     """Equal parts of the rows of a weight, one for each name."""
-    rows, columns = as_rows(weight, transposed).shape
+    rows, *others = reversed(weight.shape) if transposed else weight.shape  # of the matrix, without making it
+    columns = math.prod(others)
     height, rest = divmod(rows, len(names))
     if rest:
         raise ValueError(f"A weight of {rows} rows cannot be split into {len(names)} equal parts.")

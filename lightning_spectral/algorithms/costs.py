@@ -232,12 +232,12 @@ def largest_that_fits(
 
     known: dict[int, int] = {}  # what is needed at an index, shared by all budgets
     steps: dict[int, Step] = {}
-    counts = counted.algorithm.capacities.counts(module)
+    counts = counted.algorithm.capacities.counts(module) if name == "memory" else None
     found, said = dict[int, float](), time.perf_counter()
 
     def needed(index: int) -> int:
         nonlocal said
-        if (follows := between(steps, index, counts)) is not None:
+        if counts is not None and (follows := between(steps, index, counts)) is not None:
             return follows
         if time.perf_counter() - said > SECONDS:
             said = time.perf_counter()
@@ -246,7 +246,7 @@ def largest_that_fits(
         beside = [] if one else candidates[:2] if index == 0 else candidates[:1]
         passed = example if name in OF_A_PASS else None
         cost = counted.at([candidates[index]], passed, beside)[candidates[index]]
-        if name == "memory":
+        if counts is not None:
             steps[index] = Step(cost, *counted.step)
         return int(getattr(cost, NEEDS[name]))
 
@@ -324,14 +324,14 @@ class Step:
     def __init__(self, cost: Cost, events: Iterable[Sequence[int]], choices: Sequence[Sequence[int]]) -> None:
         self.sizes = torch.tensor([*zip_longest(*events, fillvalue=1)])
         self.choices = torch.tensor(choices, dtype=torch.int64).view(-1, 4)
-        self.besides = cost.memory_bytes - most_alive(self.sizes)
+        self.besides = cost.memory_bytes - most_alive(self.sizes.prod(0).tolist())
         self.decisions = [*starmap(rebuilding_is_cheaper, choices)]
         self.kind = self.sizes.shape, self.besides, *self.sizes[0].sign().tolist(), *self.decisions
 
 
-def most_alive(sizes: Tensor) -> int:
-    """The most bytes that are alive at once, of tensors that are made and freed; shape ``(dims, events)``."""
-    return int(sizes.prod(0).cumsum(0).max())
+def most_alive(changes: Iterable[int]) -> int:
+    """The most bytes that are alive at once: of each tensor where it is made, and minus them where it is freed."""
+    return max(accumulate(changes))
 
 
 def between(steps: Mapping[int, Step], index: int, counts: Callable[[int], Sequence[int]]) -> int | None:
@@ -350,7 +350,7 @@ def between(steps: Mapping[int, Step], index: int, counts: Callable[[int], Seque
         at = torch.tensor([*of_each], dtype=torch.int64).view(-1, 3).T
         choices, sizes = dimensions(first.choices, last.choices, at), dimensions(first.sizes, last.sizes, at)
         if choices and sizes and [*starmap(rebuilding_is_cheaper, choices[0].tolist())] == first.decisions:
-            least, most = map(most_alive, sizes)
+            least, most = (most_alive(dims.prod(0).tolist()) for dims in sizes)
             if least == most:
                 return first.besides + least
     return None
@@ -769,7 +769,7 @@ def _step_memory(
         weight_bytes=_bytes_of(held),
         gradient_bytes=gradients,
         optimizer_bytes=made,
-        activation_bytes=max(accumulate(map(math.prod, events))) + batch - gradients - (made - _bytes_of(made_before)),
+        activation_bytes=most_alive(map(math.prod, events)) + batch - gradients - (made - _bytes_of(made_before)),
     )
     return cost, [*_sizes([*download.tensors.values(), *held, *made_before]), *events], choices
 

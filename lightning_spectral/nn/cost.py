@@ -385,9 +385,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default and hasattr(
-            args[0], "fake_device"
-        ):  # of which a fake tensor is asked very often
+        if func is torch.ops.prim.device.default and hasattr(args[0], "fake_device"):  # asked thousands of times
             return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         # data in Python are no operation, and an optimizer mostly changes what there is
@@ -395,11 +393,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         made = {key: storage for key, storage in storages(result).items() if key not in self._alive}
         given = storages((args, kwargs)) if made else {}
-        sizes = (
-            {t.untyped_storage()._cdata: (t.itemsize, *t.shape) for t in tree_leaves(result) if isinstance(t, Tensor)}
-            if made
-            else {}
-        )
+        leaves = tree_leaves(result) if made else []
+        sizes = {key: (leaf.itemsize, *leaf.shape) for leaf in leaves for key in storages(leaf)}
         for key, storage in made.items():
             if key not in given:
                 size = sizes[key] if math.prod(sizes[key]) == storage.nbytes() else (1, storage.nbytes())

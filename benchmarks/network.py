@@ -2,11 +2,11 @@
 
     python benchmarks/network.py cnn
 
-Needs an environment with Flower (constraints-network.txt). A kit's SuperLink and three of its devices run ours, another
-SuperLink and three of Flower's own SuperNodes theirs, one contender after another, in turns. The table shows, per
-contender, seconds of a round (the median of the differences between a long run and a short one, so that starting the
-run does not count), bytes over loopback in a round, and the largest resident memory of the server's process and of a
-device's.
+Needs an environment with Flower (constraints-network.txt). A kit's SuperLink and three of its devices run ours, a
+SuperLink and three of Flower's own SuperNodes theirs, one contender after another, in turns, each alone on the machine.
+The table shows, per contender, seconds of a round (the median of the differences between a long run and a short one, so
+that starting the run does not count), bytes over loopback in a round, and the largest resident memory of the server's
+process and of a device's. Training an ``mlp`` takes next to no time, so its rounds are what carrying messages costs.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import product
 from pathlib import Path
 
 from page import show
@@ -24,7 +25,7 @@ from page import show
 from lightning_spectral.network.local_network import LocalNetwork
 
 APPS = Path(__file__).parent / "network_apps"
-CLIENTS, SHORT, LONG = 3, 1, 4
+CLIENTS, SHORT, LONG = 3, 1, 9
 CONTENDERS = {
     "Flower's FedAvg": ("flowers", "fedavg"),
     "FedAvg": ("ours", "fedavg"),
@@ -91,6 +92,9 @@ class FlowersOwn(LocalNetwork):
         return super().start(name, ["flower-supernode", *options] if "node-" in name else command, environment)
 
 
+NETWORKS = {"ours": LocalNetwork, "flowers": FlowersOwn}
+
+
 def run(network, rounds, algorithm):
     """Seconds and bytes of one run."""
     config = f'rounds={rounds} algorithm="{algorithm}"'
@@ -122,19 +126,15 @@ def main():
         "PYTHONPATH": f"{Path(__file__).parent.parent}{os.pathsep}{APPS}",
     }
     found = {name: [] for name in CONTENDERS}
-    ours, flowers = LocalNetwork(folder / "ours", environment), FlowersOwn(folder / "flowers", environment)
-    with ours, flowers:
-        networks = {"ours": ours, "flowers": flowers}
-        for app, network in networks.items():
+    for turn, (name, (app, algorithm)) in product(range(arguments.turns), CONTENDERS.items()):
+        with NETWORKS[app](folder / f"{turn} {name}", environment) as network:
             shutil.copytree(APPS, network.folder / "app")
             pyproject = PYPROJECT.format(app=app, device=APP_FILES[app], clients=CLIENTS)
             (network.folder / "app" / "pyproject.toml").write_text(pyproject)
             for client in range(CLIENTS):
                 network.add_node(str(client))
-        for _ in range(arguments.turns):
-            for name, (app, algorithm) in CONTENDERS.items():
-                found[name].append(measure(networks[app], algorithm))
-                print(f"{name}: {found[name][-1][0]:.1f} s a round", file=sys.stderr, flush=True)
+            found[name].append(measure(network, algorithm))
+            print(f"{name}: {found[name][-1][0]:.2f} s a round", file=sys.stderr, flush=True)
     shutil.rmtree(folder)
     rows = [(name, *_columns(turns, found["Flower's FedAvg"])) for name, turns in found.items()]
     show([("contender", "s/round", "over Flower's", "MB/round", "server MiB", "device MiB"), *rows])
@@ -143,7 +143,7 @@ def main():
 def _columns(turns, theirs):
     ratio = statistics.median(ours[0] / other[0] for ours, other in zip(turns, theirs, strict=True))
     seconds, sent, server, device = (statistics.median(values) for values in zip(*turns, strict=True))
-    return f"{seconds:.1f}", f"{ratio:.2f}", f"{sent / 1e6:.2f}", f"{server:.0f}", f"{device:.0f}"
+    return f"{seconds:.2f}", f"{ratio:.2f}", f"{sent / 1e6:.2f}", f"{server:.0f}", f"{device:.0f}"
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_spectral.models import FEMNISTCNN, ResNet18
+from lightning_spectral.models import FEMNISTCNN, MLP, ResNet18
 
 MODELS = {
-    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Linear(16, 10)),
+    "mlp": lambda: nn.Sequential(nn.Flatten(), MLP(784, [16, 16], num_classes=10)),
     "cnn": lambda: FEMNISTCNN(10, hidden_features=512),
     "resnet": lambda: ResNet18(num_classes=10),
 }

@@ -132,14 +132,15 @@ class ClientData:
         """Count the steps of a turn that begins, if any; return the epsilon of all turns, or raise `Spent`."""
         import fcntl  # which the server's machine may lack
 
-        folder, known = Path(self.state_folder or ""), (len(self.train), self.batch_size)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".lock").open("w") as lock:
+        spent, known = Path(self.state_folder or "") / SPENT, (len(self.train), self.batch_size)
+        if steps <= 0 and not spent.exists():
+            return 0.0
+        spent.parent.mkdir(parents=True, exist_ok=True)
+        with spent.with_name(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # or another process with this folder might write over this turn
-            written = spent.read_text() if (spent := folder / SPENT).exists() else "[]"
-            turns = [tuple(stretch) for stretch in json.loads(written)]
+            turns = [tuple(stretch) for stretch in json.loads(spent.read_text() if spent.exists() else "[]")]
             if steps <= 0:
-                return epsilon_of(turns, privacy.delta) if turns else 0.0
+                return epsilon_of(turns, privacy.delta)
             turns = joined(turns, (draws(*known)[0], privacy.multiplier(*known), steps))
             after = epsilon_of(turns, privacy.delta)
             if privacy.target_epsilon is not None and after > privacy.target_epsilon:

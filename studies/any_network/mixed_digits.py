@@ -40,6 +40,7 @@ CONTENDERS: dict[str, ls.Algorithm] = {
             ("all 0.1", 0.1, {}),
             ("all 0.4", 0.4, {}),
             ("mixed", MIXED, {}),
+            ("mixed, TopN", MIXED, {"strategy": ls.TopN()}),
             ("mixed, means of terms", MIXED, {"aggregation": ls.algorithms.TermMeans()}),
         )
     },

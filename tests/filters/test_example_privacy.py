@@ -403,11 +403,13 @@ def test_devices_count_all_runs_and_take_no_part_beyond_their_budget(fit: Fit, t
 
 
 def test_turns_of_several_processes_with_one_folder_are_all_counted(tmp_path: Path, monkeypatch: Any) -> None:
-    data = network.ClientData(toy_client_data()[0], 4, state_folder=str(tmp_path), example_privacy=PRIVACY)
+    data = network.ClientData(toy_client_data()[0], 4, state_folder=str(tmp_path / "state"), example_privacy=PRIVACY)
+    assert data.spend(PRIVACY) == 0.0
+    assert not (tmp_path / "state").exists()  # asking writes nothing
     monkeypatch.setattr(network.device, "epsilon_of", lambda *_: time.sleep(0.02) or 1.0)  # all read before one writes
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda steps: data.spend(PRIVACY, steps), range(1, 5)))
-    ((_, _, steps),) = json.loads((tmp_path / "spent.json").read_text())
+    ((_, _, steps),) = json.loads((tmp_path / "state" / "spent.json").read_text())
     assert steps == 10
 
 

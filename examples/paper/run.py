@@ -38,7 +38,7 @@ import lightning_spectral as ls
 
 SEEDS = (0, 1, 2)
 GRIDS = Path(__file__).parent / "grids"
-REPORTED = Path("docs/paper")  # in a clone
+REPORTED = Path(__file__).parents[2] / "docs/paper"
 Experiment = Grid | Costs
 
 

@@ -20,6 +20,7 @@ from itertools import accumulate, pairwise, starmap, zip_longest
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -212,6 +213,7 @@ def largest_that_fits(
     if len(given) != 1:
         raise ValueError(f"Give exactly one of {', '.join(NEEDS)}; got {', '.join(given) or 'none'}.")
     ((name, budget),) = given.items()
+    budget = budget.tolist() if isinstance(budget, Tensor | np.ndarray) else budget
     one = isinstance(budget, str) or not isinstance(budget, Sequence)
     as_given = cast("Sequence[Any]", [budget] if one else budget)
     budgets = [(as_bytes if name == "memory" else BUDGET)(name, entry) for entry in as_given]

@@ -75,7 +75,7 @@ class BoundEnd(ServerEnd):
 
     def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
         if norms := [norm for outcome in outcomes if (norm := outcome.update_norm) > 0.0]:
-            self.usual = median(norms)
+            self.usual = median(norms) if len(norms) > 2 else min(norms)  # of two, one may lie
         return {"clients_bounded": math.fsum(outcome.figures.get(BOUNDED, 0.0) for outcome in outcomes)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,8 +116,8 @@ class UsualUpdateNorm(UpdateBound):
     """Shortens updates that are many times as long as is usual; see `UpdateBound`.
 
     What is usual is the median norm of the updates of the last round in which clients changed anything, which no
-    minority of them can move far. Until there is one, a client changes what it is sent by at most its norm, or the norm
-    of as many ones if that is larger.
+    minority of them can move far; of two updates, it is the smaller norm. Until there is one, a client changes what it
+    is sent by at most its norm, or the norm of as many ones if that is larger.
 
     Args:
         times: The bound, in units of the median norm, positive.

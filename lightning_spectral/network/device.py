@@ -41,7 +41,6 @@ from lightning_spectral.protocol.records import Download, LoggedValue, Tensors, 
 OWNERS_NOISE, OWNERS_PRIVACY = "noise of the owner", "privacy of the owner"  # names of filters
 SPENT = "spent.json"  # in a state folder: what turns have spent of its examples' privacy, in all runs
 STATE = "state/"  # before the names of what an algorithm and filters keep, as `OWN` is before those of an own model
-SMALLEST_EVALUATION_BATCH = 256  # as at the server
 log = logging.getLogger(__name__)
 CLIENT_NAMES = ("client", "partition-id")  # where a node's configuration may say whose data it has
 
@@ -133,15 +132,16 @@ class ClientData:
         import fcntl  # which the server's machine may lack
 
         spent, known = Path(self.state_folder or "") / SPENT, (len(self.train), self.batch_size)
-        if steps <= 0 and not spent.exists():
-            return 0.0
+
+        def written() -> list[Any]:
+            return [tuple(stretch) for stretch in json.loads(spent.read_text())] if spent.exists() else []
+
+        if steps <= 0:
+            return epsilon_of(turns, privacy.delta) if (turns := written()) else 0.0
         spent.parent.mkdir(parents=True, exist_ok=True)
         with spent.with_name(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # or another process with this folder might write over this turn
-            turns = [tuple(stretch) for stretch in json.loads(spent.read_text() if spent.exists() else "[]")]
-            if steps <= 0:
-                return epsilon_of(turns, privacy.delta)
-            turns = joined(turns, (draws(*known)[0], privacy.multiplier(*known), steps))
+            turns = joined(written(), (draws(*known)[0], privacy.multiplier(*known), steps))
             after = epsilon_of(turns, privacy.delta)
             if privacy.target_epsilon is not None and after > privacy.target_epsilon:
                 raise Spent("this turn would exceed the `target_epsilon` of `example_privacy`")
@@ -157,7 +157,7 @@ class ClientData:
 
     def held_out_batches(self) -> Iterator[Any]:
         """The held-out examples in order."""
-        index_batches = torch.split(torch.arange(len(self.val)), max(self.batch_size, SMALLEST_EVALUATION_BATCH))
+        index_batches = torch.split(torch.arange(len(self.val)), max(self.batch_size, 256))  # as at the server
         return BatchSource(self.val, self.collate_fn).batches(index_batches)
 
     @cached_property
@@ -323,19 +323,15 @@ class DeviceService:
 
     def answer(self, question: str, parts: Parts) -> dict[str, bytes]:
         """Answer a message, whose question is one of `Kind`; errors are reported in the reply."""
-
-        def answer() -> dict[str, bytes]:
-            if question == Kind.WHO:
-                return messages.identity_parts(self.identity())
-            if question == Kind.AGREE:
-                return messages.handshake_parts(self._parties.answer(messages.handshake_of(parts)))
-            if question == Kind.TRAIN:
-                return self._train(parts)
-            if question == Kind.EVALUATE:
-                return self._evaluate(parts)
-            raise RecordError(f"This device does not know the question {question!r}.")
-
-        return answered(answer, self.share_errors)
+        answers: dict[str, Callable[[], dict[str, bytes]]] = {
+            Kind.WHO: lambda: messages.identity_parts(self.identity()),
+            Kind.AGREE: lambda: messages.handshake_parts(self._parties.answer(messages.handshake_of(parts))),
+            Kind.TRAIN: lambda: self._train(parts),
+            Kind.EVALUATE: lambda: self._evaluate(parts),
+        }
+        if question not in answers:
+            return {Part.REFUSED: f"This device does not know the question {question!r}.".encode()}
+        return answered(answers[question], self.share_errors)
 
     def identity(self) -> Identity:
         """Who the device is, and what it has for each model; `DeviceError` if it could not train."""

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TypeVar
 
 from lightning_spectral.errors import RecordError
-from lightning_spectral.network.gate import PER_CLIENT, SMALL, UploadGate, read_handshake
+from lightning_spectral.network.gate import PER_CLIENT, SMALL, UploadGate, read_handshake, shown
 from lightning_spectral.network.line import Answer, Asking, Question
 from lightning_spectral.network.messages import Kind, Part, Start, digest_of, handshake_parts, record_parts
 from lightning_spectral.network.objects import write_object
@@ -58,13 +58,14 @@ class RemoteExecutor(Executor):
         """Yield uploads as they arrive, those of the first clients perhaps before the last downloads are drawn."""
         asking, sent = Asking(self.roster.line), dict[int, Download]()
         for download in downloads:
-            if (node := self.roster.node_of(download.unit.client_id)) is None or self._has_enough:
+            unit = download.unit
+            if (node := self.roster.node_of(unit.client_id, unit.model)) is None or self._has_enough:
                 if node is None:
-                    self.roster.seen_of(download.unit.client_id).note(0, 0, "dropped_out", "it is not connected")
-                yield Upload(download.unit, {}, left_out="dropped_out" if node is None else "surplus")
+                    self.roster.seen_of(unit.client_id).note(0, 0, "dropped_out", "it is not there, or has no examples")
+                yield Upload(unit, {}, left_out="dropped_out" if node is None else "surplus")
                 continue
             sent[node] = download
-            self._send(asking, node, download)
+            self._send(asking, node, download, self.deadline)
             yield from self._uploads(asking, sent, wait=False)
             if len(sent) == self.at_once:
                 yield from islice(self._uploads(asking, sent, wait=True), 1)
@@ -74,7 +75,7 @@ class RemoteExecutor(Executor):
     def agree(self, questions: Sequence[Handshake]) -> Iterator[Handshake | Upload]:
         asking, asked = Asking(self.roster.line), dict[int, Handshake]()
         for question in questions:
-            if (node := self.roster.node_of(question.unit.client_id)) is None:
+            if (node := self.roster.node_of(question.unit.client_id, question.unit.model)) is None:
                 yield Upload(question.unit, {}, left_out="dropped_out")
                 continue
             asked[node] = question
@@ -89,12 +90,12 @@ class RemoteExecutor(Executor):
     def _has_enough(self) -> bool:
         return self._num_kept == self.keep_first
 
-    def _send(self, asking: Asking, node: int, download: Download) -> None:
+    def _send(self, asking: Asking, node: int, download: Download, seconds: float | None) -> None:
         parts = {**record_parts(download), Part.DIGEST: self._digest}
         if node not in self._started:
             parts[Part.START] = self._start
         most_bytes = self.gate.most_bytes(download)
-        question = Question(node, Kind.TRAIN, parts, download.round_idx, self.deadline, most_bytes)
+        question = Question(node, Kind.TRAIN, parts, download.round_idx, seconds, most_bytes)
         self._ask(asking, download.unit.client_id, question)
 
     def _uploads(self, asking: Asking, sent: dict[int, Download], *, wait: bool) -> Iterator[Upload]:
@@ -102,7 +103,7 @@ class RemoteExecutor(Executor):
             node = question.node
             if Part.LACKS in answer.parts and node in self._started:  # it was restarted
                 self._started.remove(node)
-                self._send(asking, node, sent[node])
+                self._send(asking, node, sent[node], question.seconds)
                 continue
             if answer.reason is None and answer.parts.keys().isdisjoint((Part.LACKS, Part.REFUSED)):
                 self._started.add(node)
@@ -122,7 +123,7 @@ class RemoteExecutor(Executor):
     def _read(self, unit: WorkUnit, round_idx: int, answer: Answer, read: Callable[[Answer], T]) -> T | Upload:
         """What a device answers; or an upload that says why there is none that can be used. Either is noted."""
         found: T | Upload
-        why, seen = answer.message, self.roster.seen_of(unit.client_id)
+        why, seen = shown(answer.message), self.roster.seen_of(unit.client_id)
         try:
             found = Upload(unit, {}, left_out=answer.reason) if answer.reason in ABSENT else read(answer)
         except RecordError as error:

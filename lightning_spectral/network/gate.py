@@ -19,6 +19,7 @@ from lightning_spectral.network.line import Answer
 from lightning_spectral.network.messages import Identity, Part, Parts, handshake_of, record_of
 from lightning_spectral.protocol.codec import VERSION
 from lightning_spectral.protocol.records import Download, Failure, Handshake, LoggedValue, Upload
+from lightning_spectral.sums.exact_mean import LARGEST
 
 with from_extra("network"):
     from msgspec import MsgspecError, msgpack
@@ -38,9 +39,9 @@ NOT_NEGATIVE = {"running_var": "variance", "num_batches_tracked": "count"}  # bu
 def read_parts(answer: Answer) -> Parts:
     """The parts of an answer; `RecordError` if there is none, or the device refuses."""
     if answer.reason is not None:
-        raise RecordError(_text(answer.message) or "no answer")
+        raise RecordError(shown(answer.message) or "no answer")
     if Part.REFUSED in answer.parts:
-        raise RecordError(_text(answer.parts[Part.REFUSED][: 4 * LONGEST].decode(errors="replace")))
+        raise RecordError(shown(answer.parts[Part.REFUSED][: 4 * LONGEST].decode(errors="replace")))
     return answer.parts
 
 
@@ -59,10 +60,10 @@ def read_identity(answer: Answer) -> Identity:
         )
     _check_name("client", identity.client)
     for model, holding in identity.holdings.items():
-        if holding.examples_per_epoch > holding.num_examples:
+        if not min(1, holding.num_examples) <= holding.examples_per_epoch <= holding.num_examples:
             raise RecordError(
                 f"it says that an epoch has {holding.examples_per_epoch} of its {holding.num_examples} examples"
-                f"{f' for {_text(model)!r}' if model else ''}."
+                f"{f' for {shown(model)!r}' if model else ''}."
             )
     return identity
 
@@ -73,9 +74,8 @@ def read_metrics(answer: Answer) -> dict[str, float]:
     _check_sizes(parts, SMALL)
     upload = record_of(parts, Upload)
     if upload.failure is not None:
-        raise RecordError(_text(upload.failure.message))
-    _check_logged(upload.logged)
-    return {name: logged.value for name, logged in upload.logged.items()}
+        raise RecordError(shown(upload.failure.message))
+    return {name: logged.value for name, logged in _logged(upload.logged).items()}
 
 
 def read_handshake(asked: Handshake, answer: Answer) -> Handshake:
@@ -121,6 +121,7 @@ class UploadGate:
         if upload.unit.key != download.unit.key:
             raise RecordError(f"it is about client {upload.unit.client_id}, and was sent by {download.unit.client_id}")
         unit = download.unit  # with the server's own coefficient
+        upload = replace(upload, loss=_summable(upload.loss), loss_before=_summable(upload.loss_before))
         if upload.missing:
             if not download.held.issuperset(upload.missing):
                 raise RecordError("it lacks tensors that came with this download")
@@ -132,7 +133,8 @@ class UploadGate:
                 raise RecordError("it says that it has lost a state that it never had")
             self._check_tensors(download, upload)
             _check_figures(upload)
-            named = {name if name in self._own else CLIENTS + name: value for name, value in upload.logged.items()}
+            logged = _logged(upload.logged).items()
+            named = {name if name in self._own else CLIENTS + name: value for name, value in logged}
             return replace(upload, unit=unit, logged=named)
         if upload.left_out == "error" and upload.failure is not None:
             return Upload(unit, {}, left_out="error", failure=_of_client(upload.failure))
@@ -147,11 +149,11 @@ class UploadGate:
         if found != self._usual.get(download.capacity):
             expected = self._usual[download.capacity] = self._expected(download)
             if found != expected:
-                raise RecordError(_difference(found, expected))
+                raise RecordError(shown(_difference(found, expected)))
         try:
             values = self._told.unpack(download, upload).tensors
         except ValueError as error:
-            raise RecordError(_text(str(error))) from error
+            raise RecordError(shown(str(error))) from error
         for name, kind in self._kinds.items():
             if name in values and bool((values[name] < 0).any()):
                 raise RecordError(f"{name} holds a negative {kind}")
@@ -160,7 +162,7 @@ class UploadGate:
         for name, rows in upload.untrained_rows.items():
             is_list = name in values and values[name].dim() > 0 and rows.dtype is torch.int64 and rows.dim() == 1
             if not (is_list and bool(((rows >= 0) & (rows < len(values[name]))).all())):
-                raise RecordError(f"the untrained rows of {name} are no rows of a tensor that was asked for")
+                raise RecordError(f"the untrained rows of {shown(name)} are no rows of a tensor that was asked for")
 
     def _expected(self, download: Download) -> Form:
         """The form of the upload that answers a download."""
@@ -181,23 +183,29 @@ def _check_figures(upload: Upload) -> None:
     if not all(0.0 <= seconds < MOST_SECONDS for seconds in upload.seconds.values()):
         raise RecordError("it reports a time that is negative or impossible")
     for names in (upload.unreached or (), upload.discarded, upload.put_back):
-        if len(names) > MOST or any(name != _text(name) for name in names):
+        if len(names) > MOST or any(name != shown(name) for name in names):
             raise RecordError(f"it lists more than {MOST} names, or names that cannot be shown")
-    _check_logged(upload.logged)
 
 
-def _check_logged(logged: Mapping[str, LoggedValue]) -> None:
-    if len(logged) > MOST:
-        raise RecordError(f"it logs {len(logged)} values; at most {MOST} are read")
-    for name in logged:
+def _summable(figure: float) -> float:
+    """A figure, or NaN if means and squares of such figures might overflow."""
+    return figure if abs(figure) <= LARGEST else float("nan")
+
+
+def _logged(said: Mapping[str, LoggedValue]) -> dict[str, LoggedValue]:
+    """What a device logs, whose names can be shown and whose values can be averaged."""
+    if len(said) > MOST:
+        raise RecordError(f"it logs {len(said)} values; at most {MOST} are read")
+    for name in said:
         _check_name("value", name)
+    return {name: replace(logged, value=_summable(logged.value)) for name, logged in said.items()}
 
 
 def _of_client(failure: Failure) -> Failure:
     """A failure on a device as that of the client, which ends no run that goes on without such clients."""
     if failure.stage not in FAILING:
         raise RecordError("it reports an unknown stage")
-    message = _text(failure.message)
+    message = shown(failure.message)
     if failure.stage == "local training":
         return Failure(failure.stage, message)
     return Failure("network", f"The device failed in {failure.stage}: {message}")
@@ -219,7 +227,7 @@ def _check_name(what: str, name: str) -> None:
         raise RecordError(f"the name of a {what} has 1 to {NAME} characters that can be shown, got {name[:50]!r}.")
 
 
-def _text(said: str) -> str:
+def shown(said: str) -> str:
     """A text of a device, in one line that can be shown."""
     return "".join(letter if letter.isprintable() else " " for letter in said[:LONGEST])
 

@@ -137,8 +137,7 @@ class Kit:
             write_whole(folder / "supernode.service", unit.encode(), mode=0o644)
         exports = " ".join(f"{name}={value}" for name, value in {**QUIET, "FLWR_HOME": self.home}.items())
         who = {"names": " ".join(names), "python": sys.executable, "host": self.host, "user": getpass.getuser()}
-        ports = {"port": self.port, "link_port": self.link_port}
-        text = filled("README.md", folder=self.folder, exports=exports, **who, **ports)
+        text = filled("README.md", folder=self.folder, exports=exports, port=self.port, link_port=self.link_port, **who)
         write_whole(self.folder / "README.md", text.encode(), mode=0o644)
 
     def _is_of(self, server: Path) -> bool:

@@ -27,7 +27,7 @@ class Question:
         kind: What is asked: one of `messages.Kind`.
         parts: The message.
         round_idx: Communication round that it belongs to, which dashboards of the network show.
-        seconds: How long to wait for the answer; ``None`` for as long as the network allows.
+        seconds: How long to wait, or what is left of that once there is an answer; ``None`` if the network decides.
         most_bytes: Most bytes that the answer may take.
     """
 
@@ -130,8 +130,10 @@ class Asking:
         lost, self._lost = self._lost, []
         yield from lost
         for answer in self.line.answers(list(self.waiting)):
-            if (open_one := self.waiting.pop(answer.ticket, None)) is not None:  # an answer may come twice
-                yield open_one[0], answer
+            if answer.ticket in self.waiting:  # an answer may come twice
+                question, until = self.waiting.pop(answer.ticket)
+                left = None if question.seconds is None else max(0.0, until - time.monotonic())
+                yield replace(question, seconds=left), answer
         now, nodes = time.monotonic(), self.line.nodes() if self.waiting else ()
         for ticket, (question, until) in list(self.waiting.items()):
             if now >= until:

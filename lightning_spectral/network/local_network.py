@@ -13,7 +13,6 @@ from pathlib import Path
 
 from lightning_spectral.network.kit import Kit, Service, enrol, write_key
 
-START_SECONDS = 60.0
 END_SECONDS = 5.0  # that a process has to end by itself
 
 
@@ -50,7 +49,7 @@ class LocalNetwork:
         self._start_listening("superlink", self.kit.superlink(), self.kit.link_port)
 
     def _start_listening(self, name: str, service: Service, port: int) -> None:
-        process, until = self.start(name, service.command, service.environment), time.monotonic() + START_SECONDS
+        process, until = self.start(name, service.command, service.environment), time.monotonic() + 60.0
         while True:
             with socket.socket() as tried:
                 tried.settimeout(1.0)

@@ -322,7 +322,8 @@ class RemoteDirectory(ClientDirectory):
         return counted
 
     def epoch_of(self, client_id: int) -> int:
-        return self.roster.holding(client_id, self.clients.model).examples_per_epoch
+        # one that has come back without examples for this model is asked nothing, as if it were not there
+        return max(1, self.roster.holding(client_id, self.clients.model).examples_per_epoch)
 
     def capacity_of(self, client_id: int) -> float:
         """Keep ratio of a client: what it said, or what its budget allows, or else what the algorithm assigned."""

@@ -58,10 +58,11 @@ class Roster:
         self._seen: dict[str, Seen] = {}
         self._reported = -math.inf  # when the status was last written
 
-    def node_of(self, client_id: int) -> int | None:
-        """The node of a client; ``None`` if it is not there."""
+    def node_of(self, client_id: int, model: str | None = None) -> int | None:
+        """The node of a client; ``None`` if it is not there, or has no examples for the model, if one is given."""
+        is_able = model is None or self.holding(client_id, model).num_examples > 0
         node = self._node_of.get(self.names[client_id])
-        return node if node in self._known else None
+        return node if is_able and node in self._known else None
 
     def seen_of(self, client_id: int) -> Seen:
         """What this run has seen of a client."""

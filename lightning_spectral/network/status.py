@@ -98,7 +98,7 @@ def status_of(kit: Path) -> list[dict[str, Any]]:
         name = row.get("client") or names.get(row["node"], f"node {row['node']}")
         known = rows.get(name, asdict(Seen(name, row["node"])))
         rows[name] = {**known, **row, "node": known["node"]}
-    return [{**row, "connected": row["node"] in connected} for row in rows.values()]
+    return [{**row, "connected": row["node"] in connected} for _, row in sorted(rows.items())]
 
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> str:

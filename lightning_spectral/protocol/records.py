@@ -320,7 +320,7 @@ class ClientOutcome:
     def example_epsilon(self) -> float | None:
         """The epsilon of all its turns, which hide examples, as counted here or as its device says."""
         said = self.logged.get("clients/example_epsilon")
-        return self.figures.get("example_epsilon", None if said is None else said.value)
+        return self.figures.get("example_epsilon", said.value if said is not None and said.value >= 0.0 else None)
 
     @property
     def update_norm(self) -> float:

@@ -286,7 +286,7 @@ def on_repetitions(groups: Sequence[Group], metric: str) -> str:
     parts, chains, top = [], list[list[str]](), -math.inf
     if len(groups) > 1 and (alone := [group.label for group in groups if len(group.runs) == 1]):
         whose = "every group" if len(alone) == len(groups) else "; ".join(alone)
-        parts.append(f"One run only: {whose}. With other seeds the order may be another: `--seeds 0,1,2` of `sweep`.")
+        parts.append(f"A single run: {whose}. Other seeds may reverse the order; run several: `sweep --seeds 0,1,2`.")
     results = {group.label: group_end(group, metric)[:, 1] for group in groups if len(group.runs) > 1}
     spans = [(own.mean() - own.std(ddof=1), own.mean() + own.std(ddof=1), label) for label, own in results.items()]
     for low, high, label in sorted(span for span in spans if math.isfinite(span[1])):

@@ -17,7 +17,6 @@ from textwrap import wrap
 from typing import Any, NamedTuple
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
@@ -132,15 +131,6 @@ def draw_line(axes: Axes, x: Any, y: Any, look: Look, label: str, first_mark: in
 def draw_spread(axes: Axes, x: Any, low: Any, high: Any, look: Look) -> None:
     """Draw the band around a curve."""
     axes.fill_between(x, low, high, color=look.colour, alpha=0.15, lw=0)
-
-
-def draw_seeds(axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], look: Look, label: str) -> None:
-    """Draw the mean of some repetitions, and a band from the lowest to the highest; nothing without repetitions."""
-    if runs:
-        values = np.asarray(runs)
-        draw_line(axes, x, values.mean(axis=0), look, label)
-        if len(runs) > 1:
-            draw_spread(axes, x, values.min(axis=0), values.max(axis=0), look)
 
 
 def round_axis(axes: Axes) -> None:

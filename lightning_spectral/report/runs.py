@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from lightning_spectral.errors import ReportError, writing
 
-NAME = "rounds.jsonl"
+NAME, OUTPUT = "rounds.jsonl", "output.txt"  # in the folder of a run: its record, and what it printed
 ELSEWHERE = "Choose another folder: Trainer(default_root_dir=...), or RoundHistory(path)."
 ROUND = "fl/round"
 NOT_ENDED = "the file ends before the run does: it was killed, or is still running"
@@ -141,6 +141,8 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[LoggedRun], list[str]]:
     for label, path in map(labelled, paths):
         # `Path.is_dir` raises for names that are too long
         found = sorted(path.rglob(NAME)) if os.path.isdir(path) else [path]
+        begun = sorted(path.rglob(OUTPUT)) if os.path.isdir(path) else []
+        left_out += [printable(f"{o}: failed, or no round yet.") for o in begun if not o.with_name(NAME).exists()]
         if not found:
             raise ReportError(f"{path} contains no run; expected {EXPECTED}. Name other files one by one.")
         reasons = []

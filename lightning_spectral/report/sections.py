@@ -172,7 +172,7 @@ def costs_section(contents: Contents) -> Section:
         caption = f"Until {metric} is {'at most' if contents.minimise else 'at least'} {target:g}"
         tables.append((caption, compared.target_table(groups, metric, target, contents.minimise)))
     if (equal := compared.equal_cost_table(groups, metric)) is not None:
-        tables.append((f"{metric} for the same megabytes", equal))
+        tables.append((f"{metric} for the same megabytes, last evaluation", equal))
     remark = "" if tables else SWITCH_ON["bytes"]
     return Section("Cost", lead, None, tuple(tables), remark, num_open=len(tables))
 

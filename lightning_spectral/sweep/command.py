@@ -22,8 +22,8 @@ from lightning_spectral.report.compared import group_runs, groups_table, in_orde
 from lightning_spectral.report.measures import choose_metric, lower_is_better
 from lightning_spectral.report.page import write_report
 from lightning_spectral.report.runs import NAME as RECORD
-from lightning_spectral.report.runs import printable, read_runs
-from lightning_spectral.sweep.plan import FINISHED, OUTPUT, PlannedRun, SweepError, begin, planned_runs
+from lightning_spectral.report.runs import OUTPUT, printable, read_runs
+from lightning_spectral.sweep.plan import FINISHED, PlannedRun, SweepError, begin, planned_runs
 from lightning_spectral.sweep.run import COMPARED, FEDERATED, resolved
 from lightning_spectral.tables import as_text
 

@@ -21,7 +21,7 @@ BRACKETS = {"{": "}", "[": "]", "(": ")"}
 BETWEEN = ("init_args", "class_path")  # parts of a key that the command line does not need
 # What is in a run's folder, beside its record: all settings, as `fit --config` takes them; what the run printed, with
 # the traceback if it failed; the last round; and a file that exists once the run is finished.
-CONFIG, OUTPUT, CHECKPOINT, FINISHED = "config.yaml", "output.txt", "last.ckpt", "finished"
+CONFIG, CHECKPOINT, FINISHED = "config.yaml", "last.ckpt", "finished"
 MISSING = "nothing"
 MAX_LISTED = 3  # differences in a message
 LONGEST = 80  # letters of a varied setting in the name of a folder

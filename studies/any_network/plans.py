@@ -167,6 +167,10 @@ def tied() -> Iterator[Spec | None]:
         yield begin(TIED, net, "sharding", "momentum")
     for setup, net in product(IN_TIED_CASE, NETS):
         yield begin(TIED, net, setup, "momentum", "0.1 and 0.4")
+
+
+def tied_hooks() -> Iterator[Spec | None]:
+    """The same with the hooks for clients with few labels."""
     for setup, net in product(HOOKED, NETS):
         yield begin(TIED, net, setup, "momentum", "0.1 and 0.4")
 
@@ -193,6 +197,7 @@ PLANS: dict[str, Callable[[], Iterator[Spec | None]]] = {
         fashion,
         systems,
         tied,
+        tied_hooks,
         untied,
     )
 }
@@ -203,6 +208,7 @@ THREE_SEEDS = (
     "fifth",
     "layouts",
     "few_labels",
+    "tied_hooks",
 )  # plans whose best rates have two more seeds
 
 

@@ -38,11 +38,12 @@ from plans import (
 )
 from records import keep, write_csv
 from run import EVERY
+from seed_curves import draw_seeds
 from setups import FEW_LABELS, MIXED, SERVERS, SETUPS
 from systems import KEEP_RATIO, system_rows
 from tasks import ALPHAS, IMAGES, TIED
 
-from lightning_spectral.report.printed import BASELINE, draw_seeds, legend_above, look, printed, round_axis
+from lightning_spectral.report.printed import BASELINE, legend_above, look, printed, round_axis
 
 DOCS = Path("docs")
 Contender = tuple[str, str]  # a setup and a step of the server

@@ -21,8 +21,9 @@ from matplotlib.figure import Figure
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import keep, restore, write_csv
 from run import TASKS, Task
+from seed_curves import draw_seeds
 
-from lightning_spectral.report.printed import BASELINE, Look, draw_seeds, legend_above, log_axis, look, printed
+from lightning_spectral.report.printed import BASELINE, Look, legend_above, log_axis, look, printed
 
 DOCS = Path("docs")
 NAMES = list(TASKS["shakespeare"].setups)  # the same for all tasks

@@ -20,10 +20,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from records import keep, read_runs, restore, write_csv
 from run import EVERY, NUM_ROUNDS
+from seed_curves import draw_seeds
 from setups import SETUPS
 from tasks import LOCAL_EPOCHS
 
-from lightning_spectral.report.printed import BASELINE, Look, draw_seeds, legend_above, look, printed, round_axis
+from lightning_spectral.report.printed import BASELINE, Look, legend_above, look, printed, round_axis
 
 DOCS = Path("docs")
 FULL = "Full participation"

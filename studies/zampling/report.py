@@ -19,9 +19,10 @@ from federated import EVERY
 from matplotlib.axes import Axes
 from plans import FEW_IMAGES, MAIN_TASK, OUTPUT, STOPPING, downlink, fedpm, posteriors, results, stopped
 from records import keep, write_csv
+from seed_curves import draw_seeds
 from tables import Rows, Run, per_cent, table
 
-from lightning_spectral.report.printed import BASELINE, draw_seeds, legend_above, look, printed, round_axis
+from lightning_spectral.report.printed import BASELINE, legend_above, look, printed, round_axis
 
 DOCS = Path("docs")
 DENSE_BYTES = dict.fromkeys((MAIN_TASK, STOPPING, FEW_IMAGES), 4 * 266_610) | {"Conv-4": 4 * 1_933_258}

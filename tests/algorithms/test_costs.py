@@ -423,6 +423,8 @@ class TestBudgets:
         per_client = largest_that_fits(mlp(), ls.SpectralSharding(), EXAMPLE, budget_params=(700, 900))
         # 255 + 44 * 6 + 36 * 5 = 699 and 255 + 44 * 8 + 36 * 7 = 859; one more term of the first layer takes 44 more
         assert ls.SpectralSharding(keep_ratio=per_client).keep_ratio == per_client == [6 / 20, 8 / 20]
+        as_array: Any = torch.tensor([700, 900])
+        assert largest_that_fits(mlp(), ls.SpectralSharding(), EXAMPLE, budget_params=as_array) == per_client
 
     def test_if_nothing_fits_the_smallest_cost_is_named(self) -> None:
         module = nn.Sequential(nn.Linear(6, 28), nn.BatchNorm1d(28, affine=False))

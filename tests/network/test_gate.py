@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import math
 import random
 import re
@@ -19,6 +20,7 @@ from fake_line import FakeLine, held_out_line, in_kit, remote, toy_line
 from federation import Fit, Fitted, said_during, same_state, seeded
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import EarlyStopping
 from msgspec import msgpack
 from other_process import LitFails
 from toy_models import LitMLP, LitSmall, variant
@@ -73,12 +75,16 @@ def fit_with(fit: Fit, *spoils: Callable[[Parts], Any], faults: Faults = TOLERAN
     return fit(seeded(LitMLP), remote(line, wait_for=12), **options)
 
 
+FORGED = "\x1b[2J\nRound 0: client 3 is left out of the average: it lied."
 NO_ROWS = "untrained rows of net.0.weight are no rows"
 SPOILT: dict[str, tuple[Callable[[Parts], Parts], str]] = {
     "other shapes": (changed(tensors=each(lambda tensor: tensor[:1])), "of shape"),
     "other types": (changed(tensors=each(torch.Tensor.double)), "float64"),
     "a tensor less": (changed(tensors=lambda tensors: dict(list(tensors.items())[1:])), "it lacks net"),
-    "a tensor more": (changed(tensors=lambda tensors: {**tensors, "backdoor": torch.zeros(3)}), "backdoor, which was"),
+    "a tensor more": (
+        changed(tensors=lambda tensors: {**tensors, FORGED: torch.zeros(3)}),
+        "2J Round 0: .*which was",
+    ),
     "no such row": (changed(untrained_rows={"net.0.weight": torch.tensor([10**6])}), NO_ROWS),
     "half a row": (changed(untrained_rows={"net.0.weight": torch.tensor([0.5])}), NO_ROWS),
     "rows of nothing": (changed(untrained_rows={"other": torch.tensor([0])}), "untrained rows of other are no"),
@@ -230,6 +236,7 @@ NO_COUNT, NO_VARIANCE = "num_batches_tracked holds a count that is not whole", f
 PACKS_ALL = variant(ls.Int8, device=lambda self, half: ErrorFeedback(ls.Int8()))()  # somebody's own: buffers as well
 REFUSED: dict[str, tuple[type[LitMLP], dict[str, Any], Callable[[Parts], Parts], str]] = {
     "a loss": (LitMLP, {"algorithm": ls.QFedAvg()}, changed(loss_before=-1.0), r"takes powers of losses.*got -1;"),
+    "no steps": (LitMLP, {"algorithm": ls.Scaffold()}, changed(num_steps=0), "divides by a client's steps"),
     "another's": (LitMLP, {}, changed(unit=WorkUnit(99)), r"it is about client 99, and was sent by \d"),
     "its own rate": (LitMLP, {"algorithm": ls.Scaffold()}, with_value("learning_rate:", 1e-6), "was not asked"),
     "a variance": (LitNormed, {}, with_value(VARIANCE, -3.0), NO_VARIANCE),
@@ -252,9 +259,9 @@ def test_what_a_round_cannot_use_is_the_failure_of_its_sender(name: str, fit: Fi
     assert math.isfinite(fitted.logged["val_loss"])
 
 
-def test_a_client_with_an_endless_loss_does_not_take_part_alone(fit: Fit) -> None:
+def test_a_client_with_a_huge_loss_does_not_take_part_alone(fit: Fit) -> None:
     line = toy_line(LitMLP, spoil=lambda question, parts: spoil(parts) if question.node == FIRST else parts)
-    spoil, sampler = changed(loss=1e300), ls.LossVarianceReduced(active=4, measure="all")
+    spoil, sampler = changed(loss=1e12), ls.LossVarianceReduced(active=4, measure="all")
     fitted = fit(seeded(LitMLP), remote(line), participation=sampler, clients_per_round=None, max_epochs=4)
     drawn = [row for row in fitted.ledger.rows if not row.measured]
     liar = line.there[FIRST].make().client
@@ -417,6 +424,58 @@ def test_metrics_of_devices_pass_for_none_of_the_server(fit: Fit) -> None:
     assert fitted.rows[-1]["fl/values_not_finite"] == 1.0
 
 
+@pytest.mark.parametrize("loss", [-1.7e308, -1e160, -1e12])
+def test_no_loss_is_so_large_that_a_mean_or_a_square_ends_the_run(loss: float, fit: Fit) -> None:
+    line = toy_line(LitMLP, spoil=each_in_its_way(changed(loss=loss)))
+    stopping = EarlyStopping("fl/loss", patience=100)  # which ends a run whose loss is not finite
+    fitted = fit(seeded(LitMLP), remote(line), clients_per_round=12, max_epochs=3, callbacks=[stopping])
+    assert [math.isfinite(row["fl/loss"]) for row in fitted.rows] == [True] * 3
+    sampler: dict[str, Any] = {"participation": ls.LossVarianceReduced(active=4), "clients_per_round": None}
+    assert len(fit(seeded(LitMLP), remote(line), max_epochs=3, **sampler).rows) == 3
+
+
+def test_an_epsilon_that_is_none_is_not_believed(fit: Fit) -> None:
+    lies = [changed(logged={"example_epsilon": LoggedValue(said, False, True)}) for said in (NAN, -1.0, 1e300)]
+    assert "fl/example_epsilon" not in fit_with(fit, *lies).logged
+    assert fit_with(fit, *lies, changed(logged={"example_epsilon": LoggedValue(2.0, False, True)})).logged[
+        "fl/example_epsilon"
+    ] == pytest.approx(2.0)
+
+
+def test_what_a_node_says_is_shown_in_one_line_of_the_status(fit: Fit, tmp_path: Path) -> None:
+    def forge(question: Question, parts: Parts) -> Any:
+        return Answer(f"ticket {len(line.asked)}", reason="dropped_out", message=9 * FORGED + 1000 * "x")
+
+    line = toy_line(LitMLP, spoil=lambda question, parts: forge(question, parts) if question.node == FIRST else parts)
+    line.status = tmp_path / "status.jsonl"
+    fit(seeded(LitMLP), remote(line), clients_per_round=12, max_epochs=1)
+    (why,) = filter(None, (json.loads(row)["why"] for row in line.status.read_text().splitlines()))
+    assert why.isprintable()
+    assert len(why) == 1000
+
+
+def test_a_device_that_says_again_and_again_what_it_lacks_has_no_more_time(fit: Fit) -> None:
+    def stall(question: Question, parts: Parts) -> Any:
+        if question.node != FIRST or question.round_idx == 0 or Part.START in question.parts:
+            return parts
+        return {Part.LACKS: b"the start"}
+
+    line = toy_line(LitMLP, spoil=stall)
+    fit(seeded(LitMLP), remote(line, deadline=30.0), clients_per_round=12, max_epochs=2)
+    asked = [question.seconds for question in line.asked if question.node == FIRST and question.kind == Kind.TRAIN]
+    assert asked[:2] == [30.0, 30.0]
+    assert 0.0 < asked[2] < 30.0
+
+
+@pytest.mark.filterwarnings("ignore:Round .* the training loss is")
+def test_of_two_updates_a_liar_does_not_say_what_is_usual(fit: Fit) -> None:
+    line = toy_line(LitMLP, spoil=each_in_its_way(changed(tensors=each(lambda tensor: torch.full_like(tensor, 1e11)))))
+    line.there = {node: line.there[node] for node in (FIRST, FIRST + 1)}
+    fitted = fit(seeded(LitMLP), remote(line, wait_for=2), clients_per_round=2, seed=3, max_epochs=4)
+    assert all(row["fl/clients_bounded"] for row in fitted.rows)
+    assert fitted.weights.abs().max() < 10.0  # of which 1e11 is half otherwise
+
+
 def test_no_update_is_many_times_as_long_as_is_usual(fit: Fit) -> None:
     honest = fit_with(fit, dict)
     spoilt = changed(tensors=each(lambda tensor: torch.full_like(tensor, 1e11)))
@@ -497,6 +556,8 @@ def identity_in(data: bytes) -> Identity:
 def test_an_identity_out_of_bounds_is_refused() -> None:
     with pytest.raises(RecordError, match="identity cannot be read: Expected"):
         identity_in(msgpack.encode(Identity("ward", {"": Holding(2**40, 0)})))
+    with pytest.raises(RecordError, match="says that an epoch has 0 of its 80 examples"):
+        identity_in(msgpack.encode(Identity("ward", {"": Holding(80, 0)})))
     with pytest.raises(RecordError, match=rf"version {VERSION + 1} of .* the server {VERSION}; install the same"):
         identity_in(msgpack.encode(Identity("ward", {}, VERSION + 1)))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_line import FakeLine, Node, in_kit, line_of, remote, toy_client_data, toy_line
 from federation import Fit, same_state, seeded
+from msgspec import msgpack
 from other_process import toy_data
 from torch.utils.data import TensorDataset
 from toy_models import LitMLP
@@ -23,7 +24,7 @@ from lightning_spectral.network import roster as roster_module
 from lightning_spectral.network.command import main
 from lightning_spectral.network.device import answered
 from lightning_spectral.network.line import Answer, Question
-from lightning_spectral.network.messages import Holding, Identity, Kind, identity_parts
+from lightning_spectral.network.messages import Holding, Identity, Kind, Part, identity_parts
 from lightning_spectral.network.roster import Roster
 
 DATA = ClientData(TensorDataset(torch.zeros(5, 6), torch.zeros(5, dtype=torch.int64)))
@@ -288,6 +289,31 @@ def test_a_node_that_vanishes_has_dropped_out(fit: Fit) -> None:
     fitted = fit(seeded(LitMLP), remote(line), max_epochs=3, **EVERYBODY)
     left_out = [(row.round_idx, row.left_out) for row in fitted.ledger.rows if row.left_out]
     assert left_out == [(1, "dropped_out"), (2, "dropped_out")]
+
+
+def test_a_device_that_comes_back_without_a_model_has_dropped_out_of_that(quiet: Any) -> None:
+    lits = {"a": LitMLP, "b": LitMLP}
+    line = toy_line(lits, spoilt=(Kind.WHO, Kind.TRAIN))
+    leaver = line.there[FIRST]
+
+    def leave(question: Question, parts: Any) -> Any:
+        if question.kind == Kind.TRAIN and question.node == FIRST + 1 and question.round_idx < 3:
+            line.there.pop(FIRST, None) if question.round_idx == 1 else line.there.update({FIRST: leaver})
+        if question.kind == Kind.WHO and question.node == FIRST and any(one.round_idx for one in line.asked):
+            identity = msgpack.decode(parts[Part.IDENTITY])
+            del identity["holdings"]["b"]
+            return {Part.IDENTITY: msgpack.encode(identity)}
+        return parts
+
+    line.spoil, ledger = leave, ls.CommunicationLedger()
+    first = remote(line, model="a")
+    data = ls.MultiModelDataModule({"a": first, "b": remote(first.roster, model="b")})
+    members = {name: ls.FederatedModule(seeded(LitMLP)) for name in lits}
+    model = ls.MultiModelModule(members, participation=ls.FullParticipation())
+    pl.Trainer(max_epochs=5, callbacks=[ledger], **quiet).fit(model, data)
+    leavers = first.roster.names.index(leaver.make().client)
+    last = {row.model: row.left_out for row in ledger.rows if row.client_id == leavers and row.round_idx == 4}
+    assert last == {"a": None, "b": "dropped_out"}
 
 
 class Changing(Node):

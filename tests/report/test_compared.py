@@ -128,7 +128,7 @@ def test_an_order_that_may_be_chance_is_named() -> None:
     )
     assert compared.on_repetitions(grouped(*repeated[2:]), "val_acc") == ""
     alone = run([0.5], lr=7)
-    assert compared.on_repetitions(grouped(*repeated[2:], alone), "val_acc").startswith("One run only: lr=7. With")
+    assert compared.on_repetitions(grouped(*repeated[2:], alone), "val_acc").startswith("A single run: lr=7. Other")
     assert compared.on_repetitions(grouped(alone), "val_acc") == "", "there is no order"
 
 
@@ -140,7 +140,7 @@ def test_nothing_is_drawn_against_megabytes_that_are_equal(times: float) -> None
     assert ("megabytes" in curves.title, "megabytes" in first.title, first.picture is not None) == (differ,) * 3
     assert ("All groups sent the same" in first.remark) == (not differ)
     assert "means of the last 5 evaluations" in first.lead
-    assert first.remark.startswith("One run only: every group.")
+    assert first.remark.startswith("A single run: every group.")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,11 @@ def test_the_page_has_the_table_of_groups_open_and_the_cost_of_a_target(tmp_path
     assert main([str(tmp_path / "LoRA"), str(tmp_path / "FedAvg"), "--target", "0.65", "-o", str(page)]) == 0
     text = page.read_text()
     opened = [part.partition("</summary>")[0] for part in text.split("<details open><summary>")[1:]]
-    assert opened == ["Groups", "Until val_acc is at least 0.65", "val_acc for the same megabytes"]
+    assert opened == [
+        "Groups",
+        "Until val_acc is at least 0.65",
+        "val_acc for the same megabytes, last evaluation",
+    ]
     assert "<td>FedAvg</td><td>1 of 1</td><td class=number>2</td><td class=number>6</td>" in text
     assert text.index("<td>FedAvg</td>") < text.index("<td>LoRA</td>")
     assert "All runs" in [part.partition("</summary>")[0] for part in text.split("<details><summary>")[1:]]

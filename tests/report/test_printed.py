@@ -1,12 +1,15 @@
 """Figures of studies, examples and benchmarks: one look, seeds as bands, rounds as whole numbers."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from study_files import study_files
 
 from lightning_spectral.report import printed
 from lightning_spectral.report.printed import BASELINE, COLOURS, GRID, INK
@@ -14,9 +17,15 @@ from lightning_spectral.report.printed import BASELINE, COLOURS, GRID, INK
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_curve_is_the_mean_of_the_seeds_and_its_band_goes_from_the_worst_to_the_best() -> None:
+@pytest.fixture
+def draw_seeds(tmp_path: Path) -> Iterator[Any]:
+    with study_files(".", ["seed_curves"], tmp_path) as files:
+        yield files.seed_curves.draw_seeds
+
+
+def test_a_curve_is_the_mean_of_the_seeds_and_its_band_goes_from_the_worst_to_the_best(draw_seeds: Any) -> None:
     axes = Figure().subplots()
-    printed.draw_seeds(axes, [1, 2], [[0.0, 4.0], [2.0, 4.0], [4.0, 10.0]], printed.look(1), "ours")
+    draw_seeds(axes, [1, 2], [[0.0, 4.0], [2.0, 4.0], [4.0, 10.0]], printed.look(1), "ours")
     (line,), (band,) = axes.lines, axes.collections
     assert line.get_xydata().tolist() == [[1, 2], [2, 6]]
     assert to_hex(line.get_color()).upper() == to_hex(band.get_facecolor()[0]).upper() == COLOURS[1]
@@ -26,9 +35,11 @@ def test_a_curve_is_the_mean_of_the_seeds_and_its_band_goes_from_the_worst_to_th
 
 
 @pytest.mark.parametrize(("runs", "lines"), [([], 0), ([[1.0, 2.0]], 1)])
-def test_without_repetitions_there_is_no_band_and_without_runs_nothing(runs: list[list[float]], lines: int) -> None:
+def test_without_repetitions_there_is_no_band_and_without_runs_nothing(
+    runs: list[list[float]], lines: int, draw_seeds: Any
+) -> None:
     axes = Figure().subplots()
-    printed.draw_seeds(axes, [1, 2], runs, BASELINE, "dense")
+    draw_seeds(axes, [1, 2], runs, BASELINE, "dense")
     assert (len(axes.lines), len(axes.collections)) == (lines, 0)
 
 
@@ -46,7 +57,7 @@ def test_rounds_are_marked_at_whole_numbers(last: int) -> None:
 def test_a_long_curve_has_few_markers_and_panels_share_one_legend(tmp_path: Path) -> None:
     with printed.printed(tmp_path / "it.png", 4.0, 3.0) as figure:
         for axes in figure.subplots(1, 2):
-            printed.draw_seeds(axes, range(200), [np.zeros(200)], printed.look(0), "ours")
+            printed.draw_line(axes, range(200), np.zeros(200), printed.look(0), "ours")
         printed.legend_above(figure, columns=3)
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ours"]

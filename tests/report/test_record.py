@@ -28,7 +28,7 @@ from lightning_spectral.protocol.records import ClientOutcome, WorkUnit
 from lightning_spectral.report import runs as records
 from lightning_spectral.report.measures import client_tables, megabytes, spectra, spread
 from lightning_spectral.report.page import write_report
-from lightning_spectral.report.runs import NAME, NOT_ENDED, LoggedRun, Table, read_record, read_run, read_runs
+from lightning_spectral.report.runs import NAME, NOT_ENDED, OUTPUT, LoggedRun, Table, read_record, read_run, read_runs
 
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.25: 0.5, 0.5: 0.5})
 pytestmark = [
@@ -303,6 +303,15 @@ def test_what_is_no_record_is_refused_in_one_line_and_left_out_of_folders(tmp_pa
     runs, left_out = read_runs([tmp_path / "runs"])
     assert [run.path.parent.name for run in runs] == ["good"]
     assert left_out == [str(refused.value)]
+
+
+def test_a_run_that_failed_before_its_first_round_is_named(tmp_path: Path) -> None:
+    for name in ("good", "bad"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / OUTPUT).write_text("what it printed")
+    write_run(tmp_path / "runs/good", rounds([0.5]))
+    _, left_out = read_runs([tmp_path / "runs"])
+    assert left_out == [f"{tmp_path / 'runs/bad' / OUTPUT}: failed, or no round yet."]
 
 
 def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_spectral.algorithms.base import Observed, Promises, Setting
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg, FedAvgHalf
+from lightning_spectral.algorithms.filter import Unusable
 from lightning_spectral.algorithms.memory.kept import ClientSum, entries_of
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.client.device import StepActions
@@ -144,7 +145,7 @@ class ControlRound(DenseRound):
     def add(self, receipt: Receipt, upload: Upload) -> None:
         scale = self.side.scale(self.cohort.options, upload)
         if not scale and any(bool((upload.tensors[n] != self.tensors[n]).any()) for n in self.side.trained):
-            raise ValueError("SCAFFOLD divides by a client's steps, and it hides how many; use FedAvg.")
+            raise Unusable("error", "SCAFFOLD divides by a client's steps, and it hides how many; use FedAvg")
         changes = self.side.changes(self.tensors, upload, scale)
         before, after = self.largest, upload.largest
         bounds = [scale * (before[n] + after[n]) + before.get(f"{CONTROL}{n}", 0.0) for n in self.side.trained]

@@ -19,8 +19,8 @@ from lightning_spectral.report.runs import NAME as RECORD
 
 BRACKETS = {"{": "}", "[": "]", "(": ")"}
 BETWEEN = ("init_args", "class_path")  # parts of a key that the command line does not need
-# What is in a run's folder, beside its record: all settings, as `fit --config` takes them; what the run printed, with
-# the traceback if it failed; the last round; and a file that exists once the run is finished.
+# What is in a run's folder, beside its record and what it printed: all settings, as `fit --config` takes them; the last
+# round; and a file that exists once the run is finished.
 CONFIG, CHECKPOINT, FINISHED = "config.yaml", "last.ckpt", "finished"
 MISSING = "nothing"
 MAX_LISTED = 3  # differences in a message

@@ -420,14 +420,16 @@ def test_the_program_for_a_message_runs_in_a_fork(tmp_path: Path, monkeypatch: p
     def program(address: str, token: str, insecure: bool, parent_pid: int | None) -> None:
         (tmp_path / "said").write_text(f"{address} {token} {insecure} {parent_pid} {os.getppid()}")
 
+    forked, fork = list[int](), os.fork  # there may be other children, of packages that are imported
     monkeypatch.setattr(supernode, "run_clientapp", program)
+    monkeypatch.setattr(os, "fork", lambda: forked.append(fork()) or forked[-1])
     executor = supernode.ForkingExecutor()
     spec = ExecutionSpec(TaskType.CLIENT_APP, "127.0.0.1:9", "a token", True, None, False, 7, False, 1)
     assert executor.launch(spec).status == "accepted"
-    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    os.waitid(os.P_PID, forked[0], os.WEXITED | os.WNOWAIT)
     executor.reconcile()
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+        os.waitpid(forked[0], os.WNOHANG)
     assert (tmp_path / "said").read_text() == f"127.0.0.1:9 a token True 7 {os.getpid()}"
 
 

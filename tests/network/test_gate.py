@@ -412,7 +412,8 @@ def test_a_device_that_claims_to_be_others_changes_no_bit_of_theirs(
         found.append((fitted.tensors, heard, kept, data.roster.state_dict(), data.roster.holdings("")))
     assert same_state(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]
-    assert 1 <= len(believed) <= num_rounds / 2
+    assert len(believed) <= num_rounds / 2
+    assert believed or num_rounds < 60  # few rounds may all fall to lies
     assert min(asked.values()) >= num_rounds / 10
 
 
@@ -437,9 +438,8 @@ def test_no_loss_is_so_large_that_a_mean_or_a_square_ends_the_run(loss: float, f
 def test_an_epsilon_that_is_none_is_not_believed(fit: Fit) -> None:
     lies = [changed(logged={"example_epsilon": LoggedValue(said, False, True)}) for said in (NAN, -1.0, 1e300)]
     assert "fl/example_epsilon" not in fit_with(fit, *lies).logged
-    assert fit_with(fit, *lies, changed(logged={"example_epsilon": LoggedValue(2.0, False, True)})).logged[
-        "fl/example_epsilon"
-    ] == pytest.approx(2.0)
+    honest = changed(logged={"example_epsilon": LoggedValue(2.0, False, True)})
+    assert fit_with(fit, *lies, honest).logged["fl/example_epsilon"] == 2.0
 
 
 def test_what_a_node_says_is_shown_in_one_line_of_the_status(fit: Fit, tmp_path: Path) -> None:

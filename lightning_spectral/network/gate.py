@@ -19,7 +19,7 @@ from lightning_spectral.network.line import Answer
 from lightning_spectral.network.messages import Identity, Part, Parts, handshake_of, record_of
 from lightning_spectral.protocol.codec import VERSION
 from lightning_spectral.protocol.records import Download, Failure, Handshake, LoggedValue, Upload
-from lightning_spectral.sums.exact_mean import LARGEST
+from lightning_spectral.sums.exact_mean import can_be_summed
 
 with from_extra("network"):
     from msgspec import MsgspecError, msgpack
@@ -189,7 +189,7 @@ def _check_figures(upload: Upload) -> None:
 
 def _summable(figure: float) -> float:
     """A figure, or NaN if means and squares of such figures might overflow."""
-    return figure if abs(figure) <= LARGEST else float("nan")
+    return figure if can_be_summed(abs(figure)) else float("nan")
 
 
 def _logged(said: Mapping[str, LoggedValue]) -> dict[str, LoggedValue]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_spectral.network.messages import Parts
     from lightning_spectral.protocol.records import ExclusionReason
 
-SHORTEST, LONGEST = 0.02, 1.0  # seconds between two looks at the line
+SHORTEST, LONGEST, GROWTH = 0.02, 1.0, 1.2  # seconds between two looks at the line, and by how much each is longer
 TRIES = 5  # of sending one question
 
 
@@ -121,7 +121,7 @@ class Asking:
             self._look_at = time.monotonic() + LONGEST
             if not wait:
                 return
-            pause = SHORTEST if count else min(2 * pause, LONGEST)
+            pause = SHORTEST if count else min(GROWTH * pause, LONGEST)
             if self.waiting and not count:
                 time.sleep(pause)
 

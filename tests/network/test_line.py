@@ -72,6 +72,42 @@ def _checked(question: Question, answer: Answer) -> int:
     return question.node
 
 
+@dataclass
+class Slow(Line):
+    """Answers its only question after some seconds of a clock that passes only while the server sleeps."""
+
+    seconds: float
+    now: float = 0.0
+    looks: int = 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def nodes(self) -> Collection[int]:
+        return [0]
+
+    def ask(self, question: Question) -> str | None:
+        return "0"
+
+    def answers(self, tickets: Collection[str]) -> Iterable[Answer]:
+        self.looks += 1
+        return [Answer("0")] if self.now >= self.seconds else []
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.5, 1.3, 2.3, 30.0])
+def test_an_answer_waits_at_most_a_fifth_longer_than_it_took(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Slow(seconds)
+    monkeypatch.setattr(network_line, "time", line)
+    asking = Asking(line)
+    asking.ask(Question(0, "train"))
+    assert len(list(asking.arrived(wait=True))) == 1
+    assert line.now <= 1.2 * seconds + 0.03
+    assert line.looks <= 20 + seconds
+
+
 def test_a_line_that_answers_for_another_is_not_believed() -> None:
     line = Hazardous(0, [1])
     line.ask = lambda question: "ours"  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, HPARAMS, NOTHI
 from lightning_spectral.plugin.federation import Federation
 from lightning_spectral.plugin.logs import NewlyLogged, log_for_the_epoch, logged_for_the_epoch
 from lightning_spectral.plugin.settings import check_checkpoint
-from lightning_spectral.plugin.user_hooks import Share
+from lightning_spectral.plugin.user_hooks import Share, replaced
 from lightning_spectral.protocol.records import WorkUnit
 
 Checkpoint = dict[str, Any]
@@ -258,11 +258,8 @@ def _finish_epoch(trainer: pl.Trainer, share: Share | None, *, is_validated: boo
         trainer._logger_connector.on_batch_end()
         trainer._logger_connector.update_train_step_metrics()
     fetcher: Any = epochs._data_fetcher
-    own, trainer.limit_val_batches = trainer.limit_val_batches, 0 if is_validated else trainer.limit_val_batches
-    try:
+    with replaced(trainer, limit_val_batches=0 if is_validated else trainer.limit_val_batches):
         batches.on_advance_end(fetcher)
-    finally:
-        trainer.limit_val_batches = own
     _end_iteration(batches)
     epochs.on_advance_end()
     _end_iteration(epochs)

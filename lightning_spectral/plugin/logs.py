@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_spectral.plugin.user_hooks import redirect
+from lightning_spectral.plugin.user_hooks import redirect, replaced
 from lightning_spectral.protocol.records import LoggedValue, RoundSummary
 from lightning_spectral.server.metrics import ALWAYS, logged_by_clients, round_metrics
 
@@ -93,11 +93,9 @@ def show_epoch(trainer: pl.Trainer) -> None:
     """Show callbacks and loggers what was logged for the epoch, as Lightning would after the callbacks that save."""
     batches = trainer.fit_loop.epoch_loop
     trainer._logger_connector.on_epoch_end()
-    batches._batches_that_stepped -= 1  # the step of the epoch's other rows
-    try:
+    step = batches._batches_that_stepped - 1  # that of the epoch's other rows
+    with replaced(batches, _batches_that_stepped=step):
         trainer._logger_connector.update_train_epoch_metrics()
-    finally:
-        batches._batches_that_stepped += 1
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from lightning_spectral.plugin.user_hooks import (
     check_user_module,
     for_evaluation_only,
     is_overridden,
+    replaced,
 )
 from lightning_spectral.protocol.buffer_rules import Rules, as_rules
 from lightning_spectral.protocol.per_client import PerClient, assign, check_entries, check_num_entries
@@ -406,12 +407,9 @@ class MultiModelModule(FederatedHooks):
     def evaluating(self, args: tuple[Any, ...], position: int) -> Iterator[tuple[pl.LightningModule, tuple[Any, ...]]]:
         name, own_index, count = self._loader(args[position] if len(args) > position else 0)
         member = self.members[name]
-        member.log_suffix = f"{SUFFIX}{own_index}" if count > 1 else ""
-        try:
-            with forwarded_logging(member.module, member):
-                yield member.module, (*args[:position], own_index)
-        finally:
-            member.log_suffix = ""
+        suffix = f"{SUFFIX}{own_index}" if count > 1 else ""
+        with replaced(member, log_suffix=suffix), forwarded_logging(member.module, member):
+            yield member.module, (*args[:position], own_index)
 
     def _loader(self, index: int) -> tuple[str, int, int]:
         """The model of one of all evaluation loaders, the loader's index in it, and how many loaders it has."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -20,24 +20,16 @@ from torch import distributed as dist
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_loop import isolate_metrics, metrics_of
 from lightning_spectral.errors import ClientError, LostProcessError, RoundError
-from lightning_spectral.plugin.user_hooks import as_host
+from lightning_spectral.plugin.user_hooks import as_host, replaced
 from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.server.processes import Meetings, Processes
 from lightning_spectral.server.round import listed, named
 
 
-@contextmanager
-def alone() -> Iterator[None]:
+def alone() -> AbstractContextManager[None]:
     """Hide all other processes from torch.distributed within the block, in which this one trains a client."""
-    if not (dist.is_available() and dist.is_initialized()):
-        yield
-        return
-    group: Any = dist.group
-    world, group.WORLD = group.WORLD, None
-    try:
-        yield
-    finally:
-        group.WORLD = world
+    is_one_of_several = dist.is_available() and dist.is_initialized()
+    return replaced(dist.group, WORLD=None) if is_one_of_several else nullcontext()
 
 
 class ClientParallelStrategy(DDPStrategy):

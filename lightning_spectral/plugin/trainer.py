@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, NoReturn
 
 import lightning.pytorch as pl
@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_spectral.client.local_loop import Placement, Recorder
-from lightning_spectral.plugin.user_hooks import is_overridden
+from lightning_spectral.plugin.user_hooks import is_overridden, replaced
 
 
 def num_rounds(trainer: pl.Trainer) -> int | None:
@@ -45,7 +45,7 @@ class RoundsAsSteps(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self._own: list[tuple[object, dict[str, Any]]] = []
+        self._replaced = ExitStack()
         self._is_validating = False
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
@@ -57,15 +57,10 @@ class RoundsAsSteps(pl.Callback):
             settings["limit_train_batches"] = 1.0
         if not getattr(trainer.datamodule, "has_val", True):  # type: ignore[attr-defined]
             settings["limit_val_batches"] = 0
-        self._apply(trainer, settings)
+        self._replaced.enter_context(replaced(trainer, **settings))
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, LearningRateMonitor):
-                self._apply(callback, {"logging_interval": "epoch"})
-
-    def _apply(self, to: object, settings: dict[str, Any]) -> None:
-        self._own.append((to, {name: getattr(to, name) for name in settings}))
-        for name, value in settings.items():
-            setattr(to, name, value)
+                self._replaced.enter_context(replaced(callback, logging_interval="epoch"))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         as_automatic: Any = Lookalike(pl_module, automatic_optimization=True)
@@ -89,10 +84,7 @@ class RoundsAsSteps(pl.Callback):
         self.teardown(trainer, pl_module, "fit")  # after an error Lightning does not call it
 
     def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        for owner, settings in self._own:
-            for name, value in settings.items():
-                setattr(owner, name, value)
-        self._own = []
+        self._replaced.close()
 
 
 class Lookalike:
@@ -212,17 +204,9 @@ def full_precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(inside)
 
 
-@contextmanager
-def unscaled(precision_plugin: Any) -> Iterator[None]:
+def unscaled(precision_plugin: Any) -> AbstractContextManager[None]:
     """Keep Lightning from dividing the server's pseudo-gradient by a scale: only clients scale, with their own."""
-    if (scaler := getattr(precision_plugin, "scaler", None)) is None:
-        yield
-        return
-    precision_plugin.scaler = None
-    try:
-        yield
-    finally:
-        precision_plugin.scaler = scaler
+    return replaced(precision_plugin, scaler=None) if hasattr(precision_plugin, "scaler") else nullcontext()
 
 
 def placement_of(trainer: pl.Trainer, device: torch.device, *hooked: Any) -> Placement:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -187,6 +188,19 @@ def redirect(module: pl.LightningModule, methods: Mapping[str, Callable[..., Any
 def _with_class_between(kind: Any, methods: tuple[tuple[str, Callable[..., Any]], ...]) -> Any:
     between = type("Redirected", (pl.LightningModule,), {name: staticmethod(method) for name, method in methods})
     return type(kind.__name__, (kind, between), {"__module__": kind.__module__})
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give an object other values of some attributes within the block."""
+    own = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(owner, name, value)
 
 
 def only_or_all(found: list[T]) -> T | list[T] | None:

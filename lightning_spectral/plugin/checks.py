@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parameter import is_lazy
 
-from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.base import Moment, ServerHalf, promises_of
 from lightning_spectral.algorithms.filter import check_chain
 from lightning_spectral.arguments import first_of
@@ -205,32 +204,24 @@ def warn_of_recompilations(module: pl.LightningModule, num_capacities: int) -> N
         )
 
 
-def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None:
-    """Check that the figures a sampler is based on are available from the algorithms of all models, by name."""
-    for name, algorithm in algorithms.items():
-        of_model = f" of {name!r}" if name else ""
-        if "update" in sampler.figure and not promises_of(algorithm).new_values:
-            raise ValueError(
-                f"{type(sampler).__name__} needs update norms, and {type(algorithm).__name__}{of_model} does not "
-                "promise that clients send back new values of the tensors that they were sent; use "
-                "LossVarianceReduced, or say `promises = Promises(new_values=True)` in the class."
-            )
-        if sampler.figure == "stale update" and not promises_of(algorithm).expected_updates:
-            raise ValueError(
-                f"{type(sampler).__name__} compares updates with earlier ones, which "
-                f"{type(algorithm).__name__}{of_model} does not keep; use algorithm=StaleUpdates(), or "
-                "UpdateVarianceReduced."
-            )
-
-
-def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]) -> None:
-    """Raise ``ValueError`` if a sampler would measure losses with a ``training_step`` that itself trains."""
-    if sampler.figure != "loss" or sampler.measure == "last":
-        return
-    for name, module in modules.items():
-        if not module.automatic_optimization:
-            raise ValueError(
-                f"{type(sampler).__name__} measures losses with `training_step`, but "
-                f"{type(module).__name__}.training_step{f' ({name!r})' if name else ''} uses manual optimisation and "
-                'would train; use measure="last", or UpdateVarianceReduced.'
-            )
+def check_sampler(sampler: Sampler, owner: Any) -> None:
+    """Check that the figures a sampler is based on are available from a model: from its algorithm, or from its step."""
+    asks, kind, promises = type(sampler).__name__, type(owner.algorithm).__name__, promises_of(owner.algorithm)
+    of_model = f" of {owner.name!r}" if owner.name else ""
+    if "update" in sampler.figure and not promises.new_values:
+        raise ValueError(
+            f"{asks} needs update norms, and {kind}{of_model} does not promise that clients send back new values of "
+            "the tensors that they were sent; use LossVarianceReduced, or say `promises = Promises(new_values=True)` "
+            "in the class."
+        )
+    if sampler.figure == "stale update" and not promises.expected_updates:
+        raise ValueError(
+            f"{asks} compares updates with earlier ones, which {kind}{of_model} does not keep; use "
+            "algorithm=StaleUpdates(), or UpdateVarianceReduced."
+        )
+    if sampler.figure == "loss" and sampler.measure != "last" and not owner.module.automatic_optimization:
+        step = f"{type(owner.module).__name__}.training_step" + (f" ({owner.name!r})" if owner.name else "")
+        raise ValueError(
+            f"{asks} measures losses with `training_step`, but {step} uses manual optimisation and would train; use "
+            'measure="last", or UpdateVarianceReduced.'
+        )

@@ -16,7 +16,7 @@ from lightning_spectral.client.forms import postponing_interrupts
 from lightning_spectral.filters.own import FROZEN
 from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.participation.cohorts import SampledCohorts
-from lightning_spectral.plugin.checks import check_measurable, check_sampler
+from lightning_spectral.plugin.checks import check_sampler
 from lightning_spectral.plugin.member import ADVICE, Member
 from lightning_spectral.plugin.runtime import Runtime, Shared
 from lightning_spectral.plugin.user_hooks import Host, Share
@@ -196,8 +196,8 @@ class Cohorts:
         self.limit, self.sampled, self._resumed = limit, None, (-1, [])
         sampler = self._plan.participation
         if isinstance(sampler, Sampler):
-            check_sampler(sampler, {name: member.algorithm for name, member in self._members.items()})
-            check_measurable(sampler, {name: member.module for name, member in self._members.items()})
+            for member in self._members.values():
+                check_sampler(sampler, member)
             keys = [member.key for member in self._members.values()]
             seed = int(self._plan.seed)
             if any(each.secret_cohorts for member in self._members.values() for each in member.filters):

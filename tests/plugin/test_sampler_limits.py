@@ -1,5 +1,6 @@
 """What a sampler needs of an algorithm and of the number of clients, checked before the first round."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def test_norms_of_uploads_that_may_be_changes_are_refused(algorithm: Any, messag
     with pytest.raises(ValueError, match=message):
         fit(seeded(LitMLP), data, algorithm=algorithm, participation=NORMS, clients_per_round=None)  # type: ignore[arg-type]
     for sampler in (ls.Uniform(active=3), ls.LossVarianceReduced(active=3)):
-        check_sampler(sampler, {"": algorithm})
+        check_sampler(sampler, SimpleNamespace(name="", algorithm=algorithm, module=LitMLP()))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_norms_of_uploads_that_may_be_changes_are_refused(algorithm: Any, messag
     ids=lambda algorithm: type(algorithm).__name__,
 )
 def test_norms_of_new_values_are_known(algorithm: Any) -> None:
-    check_sampler(NORMS, {"": algorithm})
+    check_sampler(NORMS, SimpleNamespace(name="", algorithm=algorithm, module=LitMLP()))
 
 
 def test_a_logged_variance_needs_no_matrix_of_all_clients(data: Any, fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:

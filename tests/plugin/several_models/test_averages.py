@@ -17,7 +17,7 @@ import lightning_spectral as ls
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.participation import Population, Sampler
 from lightning_spectral.participation.cohorts import SampledCohorts
-from lightning_spectral.plugin.checks import check_measurable
+from lightning_spectral.plugin.checks import check_sampler
 from lightning_spectral.server import round as server_round
 
 
@@ -245,7 +245,7 @@ def test_a_measurement_that_will_take_long_is_said_once(run: Any, monkeypatch: p
 
 
 def test_losses_of_manual_optimisation_are_not_measured() -> None:
-    module = LitLine()
-    module.automatic_optimization = False
+    model, _ = two_lines(ls.LossVarianceReduced(active=2))
+    model.models["words"].module.automatic_optimization = False
     with pytest.raises(ValueError, match=r"LitLine.training_step \('words'\) uses manual optimisation and would train"):
-        check_measurable(ls.LossVarianceReduced(active=2), {"words": module})
+        check_sampler(model.participation, model.models["words"])

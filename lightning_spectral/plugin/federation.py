@@ -188,14 +188,20 @@ class Cohorts:
         self._resumed: tuple[int, list[WorkUnit]] = -1, []
 
     def begin(self, limit: int | float) -> None:
-        """Begin a fit: limit each cohort to a number of clients, or to a share of it.
+        """Begin a fit: limit each cohort to a number of clients, or to a share of it, as ``limit_train_batches`` does.
 
         Raises:
-            ValueError: If nobody would train, or more than can be summed exactly.
+            ValueError: If nobody would train, or more than can be summed exactly, or a sampler's clients be left out.
         """
         self.limit, self.sampled, self._resumed = limit, None, (-1, [])
         sampler = self._plan.participation
         if isinstance(sampler, Sampler):
+            trainer: Any = self._runtime.trainer
+            if limit and self._is_cut and not trainer.fast_dev_run:
+                raise ValueError(
+                    f"limit_train_batches={limit} would leave out clients that a sampler drew, and bias the average, "
+                    "since its coefficients are meant for all of them; lower its `active` instead."
+                )
             for member in self._members.values():
                 check_sampler(sampler, member)
             keys = [member.key for member in self._members.values()]
@@ -235,6 +241,10 @@ class Cohorts:
         return cast(UniformParticipation, self._plan.participation).size(self._plan.data_of(name).num_clients)
 
     @property
+    def _is_cut(self) -> bool:
+        return self.limit != 1.0 or isinstance(self.limit, int)
+
+    @property
     def _most_units(self) -> int:
         size, limit = self.usual_size, self.limit
         return min(size, limit) if isinstance(limit, int) else int(size * limit)
@@ -263,8 +273,7 @@ class Cohorts:
                     if due := self.sampled.due(round_idx, index):  # clients whose figures are to be measured
                         self.sampled.measured[index] = outcomes = member.engine.measure(round_idx, due)
                         self.sampled.note(index, outcomes)
-                is_cut = self.limit != 1.0 or isinstance(self.limit, int)  # only in a quick try
-                self.sampled.draw(round_idx, self._most_units if is_cut else None)
+                self.sampled.draw(round_idx, self._most_units if self._is_cut else None)  # only in a quick try
         return self.sampled.units
 
     def resume(self, round_idx: int, units: Sequence[WorkUnit]) -> None:

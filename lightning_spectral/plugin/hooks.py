@@ -20,7 +20,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.filter import check_chain
 from lightning_spectral.client.local_loop import call_with_accepted
-from lightning_spectral.participation import Sampler
 from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.plugin.callbacks import (
     Aggregation,
@@ -296,16 +295,6 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
                 schedulers.append({"scheduler": made.scheduler, "name": shown})
             optimizers += member.templates
         return optimizers, schedulers
-
-    def cut_cohort(self, limit: int | float) -> None:
-        """Begin a fit: limit each cohort to a number or a share of clients, Lightning's ``limit_train_batches``."""
-        is_cut = limit != 0 and not (isinstance(limit, float) and limit == 1.0)
-        if is_cut and isinstance(self.participation, Sampler) and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"limit_train_batches={limit} would leave out clients that a sampler drew, and bias the average, since "
-                "its coefficients are meant for all of them; lower its `active` instead."
-            )
-        self.federation.cohorts.begin(limit)
 
     def on_fit_start(self) -> None:
         """Check that all processes are set up for the same run, and begin it for every model."""

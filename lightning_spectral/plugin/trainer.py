@@ -51,7 +51,7 @@ class RoundsAsSteps(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
-        pl_module.cut_cohort(trainer.limit_train_batches)
+        pl_module.federation.cohorts.begin(trainer.limit_train_batches)
         settings: dict[str, Any] = {"log_every_n_steps": 1}
         if trainer.limit_train_batches != 0:  # with 0 Lightning trains nothing, and reports it
             settings["limit_train_batches"] = 1.0

@@ -34,6 +34,7 @@ from lightning_spectral.client.user_optimizer import (
 from lightning_spectral.errors import refuse_moved, warn
 from lightning_spectral.filters.own import STATES, STORED, DeviceStates, Stored, chain
 from lightning_spectral.participation import Sampler
+from lightning_spectral.plugin.callbacks import BatchNormEstimation
 from lightning_spectral.plugin.checks import is_absolute, warn_of_other_labels
 from lightning_spectral.plugin.processes import alone
 from lightning_spectral.plugin.runtime import Shared
@@ -223,7 +224,8 @@ class Member(pl.LightningModule):
             self._report(*done.splitlines())
         warn_of_other_labels(half, self.data, self.algorithm.capacities.of_clients(self.data.num_clients, self.seed))
         self._decisions.values = half.decisions
-        may_rest = bool(half.advice(Moment.RESTING_AVERAGES)) or runtime.averages_are_set
+        averages_are_set = any(isinstance(each, BatchNormEstimation) for each in runtime.round_callbacks())
+        may_rest = averages_are_set or bool(half.advice(Moment.RESTING_AVERAGES))
         self.first_rounds = FirstRounds(runtime.processes.rank == 0, may_rest)
         self.lasting.attach(ADVICE, self.first_rounds)
         if self.local_epochs == 0:

@@ -41,10 +41,6 @@ class Runtime:
         return processes_of(self.trainer)
 
     @property
-    def averages_are_set(self) -> bool:
-        return any(isinstance(callback, BatchNormEstimation) for callback in self.round_callbacks())
-
-    @property
     def profile(self) -> Profile:
         profiler = self.trainer.profiler  # type: ignore[attr-defined]
         return nullcontext if isinstance(profiler, PassThroughProfiler) else lambda name: profiler.profile(STAGE(name))

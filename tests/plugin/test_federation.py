@@ -68,7 +68,6 @@ class Loop:
     round_idx: int = 0
     stopped_after: int | None = None
     trainer: None = None
-    averages_are_set: bool = False
     processes: Processes = field(default_factory=Processes)
     logged: list[Sequence[RoundSummary]] = field(default_factory=list)
 

@@ -100,7 +100,7 @@ def show_epoch(trainer: pl.Trainer) -> None:
 
 @contextmanager
 def forwarded_logging(module: pl.LightningModule, to: pl.LightningModule) -> Iterator[None]:
-    """Forward ``module.log`` and ``module.log_dict`` within the block to the module that Lightning trains."""
+    """Forward ``module.log``, which ``log_dict`` calls, within the block to the module that Lightning trains."""
     target: Any = module
     kind = type(module)
 
@@ -108,17 +108,12 @@ def forwarded_logging(module: pl.LightningModule, to: pl.LightningModule) -> Ite
         _check_free("An evaluation hook", ALWAYS & {name})
         to.log(name, value, *args, **options)
 
-    def log_dict(dictionary: Any, *args: Any, **options: Any) -> None:
-        _check_free("An evaluation hook", ALWAYS.intersection(dictionary))
-        to.log_dict(dictionary, *args, **options)
-
-    redirect(module, {"log": log, "log_dict": log_dict})
+    redirect(module, {"log": log})
     try:
         yield
     finally:
         target.__class__ = kind
-        for name in vars(module).keys() & {"log", "log_dict"}:
-            delattr(target, name)
+        vars(module).pop("log", None)
 
 
 def _check_free(by: str, taken: Iterable[str]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -76,7 +76,7 @@ class ClientParallelStrategy(DDPStrategy):
                 f"{options['process_group_backend']!r}; leave it out."
             )
         super().__init__(**options)
-        self._isolated: Callable[[], None] | None = None
+        self._isolated = ExitStack()
         self._sigterm_received = False
         self._meetings: Meetings | None = None
 
@@ -108,7 +108,7 @@ class ClientParallelStrategy(DDPStrategy):
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm=True would mix the batches of different clients; leave it out.")
         assert module is not None
-        self._isolated = isolate_metrics(metrics_of(module))
+        self._isolated.callback(isolate_metrics(metrics_of(module)))
         self._meetings = Meetings(self.global_rank, self.world_size) if self.world_size > 1 else None
         # before the Trainer registers its own handler: on SIGTERM, Lightning's broadcasts at once, and a process that
         # is waiting in another collective at that moment never returns
@@ -190,19 +190,14 @@ class ClientParallelStrategy(DDPStrategy):
         A failure of a client or of the round is raised in every process, and so is the end after SIGTERM. After other
         errors they might wait for this process until the timeout; once it has disconnected, they fail too.
         """
-        self._restore_metrics()
+        self._isolated.close()
         if not _is_known_to_all(exception) and dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        self._restore_metrics()
+        self._isolated.close()
         super().teardown()
-
-    def _restore_metrics(self) -> None:
-        if self._isolated is not None:
-            self._isolated()
-        self._isolated = None
 
 
 def _is_known_to_all(exception: BaseException | None) -> bool:

@@ -45,8 +45,7 @@ class RoundsAsSteps(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self._replaced = ExitStack()
-        self._is_validating = False
+        self._replaced, self._validation = ExitStack(), ExitStack()
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         if stage != "fit":
@@ -70,13 +69,10 @@ class RoundsAsSteps(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            trainer.profiler.start(STAGE("validate"))  # type: ignore[attr-defined]
-            self._is_validating = True
+            self._validation.enter_context(trainer.profiler.profile(STAGE("validate")))  # type: ignore[attr-defined]
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_validating:
-            trainer.profiler.stop(STAGE("validate"))  # type: ignore[attr-defined]
-            self._is_validating = False
+        self._validation.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         self.on_validation_end(trainer, pl_module)  # a profiler cannot restart what it has not stopped

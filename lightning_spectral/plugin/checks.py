@@ -167,9 +167,7 @@ def warn_of_labels(module: pl.LightningModule, data: ServerData) -> None:
     if num_classes < 2 or (labels := data.stored_labels) is None:
         return
     ignored = [index for metric in metrics if isinstance(index := getattr(metric, "ignore_index", None), int)]
-    is_wrong = (labels < 0) | (labels >= num_classes)
-    for index in ignored:
-        is_wrong &= labels != index
+    is_wrong = ((labels < 0) | (labels >= num_classes)) & ~torch.isin(labels, labels.new_tensor(ignored))
     if wrong := torch.unique(labels[is_wrong]).tolist():
         shown = first_of([str(label) for label in wrong], 3)
         warn(

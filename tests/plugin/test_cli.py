@@ -152,12 +152,6 @@ def test_a_difference_is_named_where_it_begins(now: Any, named: str) -> None:
         report_differences(arguments(SHARDING), arguments(now), "fit")
 
 
-@pytest.mark.sampled(1)
-def test_a_checkpoint_that_is_not_there_is_named(command: Command) -> None:
-    with pytest.raises(ValueError, match=r"`ckpt_path`: there is no file gone\.ckpt\."):
-        command.run("fit", ckpt_path="gone.ckpt")
-
-
 @pytest.mark.slow
 def test_what_print_config_shows_loads(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(command.config))
@@ -179,13 +173,6 @@ def test_a_users_module_comes_back_from_a_checkpoint(command: Command) -> None:
     loaded = ls.plugin.load_user_module(command.checkpoint, LitToy, command.name, lr=0.5)
     assert (loaded.hparams["width"], loaded.hparams["lr"]) == (8, 0.5)
     assert same_state(loaded.state_dict(), command.module.state_dict())
-
-
-@pytest.mark.sampled(1)
-def test_a_damaged_checkpoint_is_named(command: Command, tmp_path: Path) -> None:
-    (path := tmp_path / "last.ckpt").touch()
-    with pytest.raises(ValueError, match=r"last\.ckpt is empty or not a whole checkpoint"):
-        command.run("validate", ckpt_path=str(path))
 
 
 def test_a_model_that_is_not_in_the_checkpoint_is_refused(command: Command) -> None:

@@ -82,15 +82,6 @@ def test_weights_to_evaluate_are_not_rounded(precision: Any, lit_mlp: Any, data:
     assert same_state(model.module.state_dict(), fitted.state)
 
 
-def test_checkpoint_loads_into_the_users_plain_module(lit_mlp: Any, fit_and_save: FitAndSave, tmp_path: Path) -> None:
-    fitted = fit_and_save(tmp_path, 2)
-    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["0.ckpt", "1.ckpt"]
-    state = torch.load(tmp_path / "ckpt" / "1.ckpt", weights_only=True)["state_dict"]
-    plain = lit_mlp()
-    plain.load_state_dict(state, strict=True)
-    assert same_state(plain.state_dict(), fitted.state)
-
-
 def test_a_run_stopped_within_a_round_begins_that_round_again(lit_mlp: Any, data: Any, fit: Fit, tmp_path: Any) -> None:
     class StopWithin(ls.RoundCallback):
         def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:

@@ -2,9 +2,8 @@
 
 import copy
 import random
-import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -365,17 +364,9 @@ def photograph(module: nn.Module) -> dict[str, Any]:
     return {"parts": parts, "tensors": tensors}
 
 
-@pytest.fixture
-def _sigint() -> Iterator[None]:
-    """Lightning ignores further interrupts after the first one."""
-    handler = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, handler)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.filterwarnings(HARDLY_MOVED)
-@pytest.mark.usefixtures("_sigint")
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("error", [FloatingPointError("here"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @EVERY_ALGORITHM
 def test_a_client_that_fails_leaves_the_servers_module_as_it_was(

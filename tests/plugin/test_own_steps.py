@@ -26,6 +26,12 @@ DENSE = ls.FedAvg()
 
 
 @pytest.fixture
+def data(data: Any) -> Any:
+    data.val = None  # not all modules here have a step for it
+    return data
+
+
+@pytest.fixture
 def fit(fit: Fit) -> Fit:
     return partial(fit, algorithm=MIXED, max_epochs=2)
 
@@ -158,7 +164,6 @@ class TestAsAnAutomaticStep:
             return -1 if batch_idx == 2 else None
 
         kind = variant(lit_mlp, training_step=training_step, on_train_batch_start=on_train_batch_start)
-        data.val = None
         trainer = {"plugins": [ScalesAlone()]} if is_scaled else {}
         assert_same_run(*both_ways(way, fit, kind, data, local_epochs=2, trainer=trainer))
 
@@ -202,7 +207,6 @@ class LitHalves(pl.LightningModule):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", [DENSE, MIXED], ids=["dense", "spectral"])
 def test_two_optimizers_of_one_loss_are_one_optimizer(algorithm: Any, data: Any, fit: Fit) -> None:
-    data.val = None
     settings: dict[str, Any] = {"algorithm": algorithm, "local_epochs": 2, "max_epochs": 3}
     plain = fit(LitHalves(manual=False), data, **settings)
     manual = fit(LitHalves(manual=True), data, **settings)
@@ -212,7 +216,6 @@ def test_two_optimizers_of_one_loss_are_one_optimizer(algorithm: Any, data: Any,
 
 def test_local_hooks_act_on_what_each_optimizer_steps(data: Any, fit: Fit) -> None:
     """The pull of a proximal term is the sum of those of its parts, so one optimizer shows what two must do."""
-    data.val = None
     plain = fit(LitHalves(manual=False), data, local_hooks=[ls.ProximalTerm(2.0)])
     manual = fit(LitHalves(manual=True), data, local_hooks=[ls.ProximalTerm(2.0)])
     assert_same_run(plain, manual)
@@ -222,13 +225,11 @@ def test_local_hooks_act_on_what_each_optimizer_steps(data: Any, fit: Fit) -> No
 def test_steps_are_those_of_all_optimizers(data: Any, fit: Fit) -> None:
     steps: list[int] = []
     note = acting(on_client_end=lambda trainer, model, turn: steps.append(turn.upload.num_steps))
-    data.val = None
     fit(seeded(AdversarialPair), data, algorithm=DENSE, clients_per_round=3, max_epochs=1, callbacks=[note])
     assert steps == [6, 6, 6]  # three batches, two optimizers
 
 
 def test_resumed_run_equals_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path) -> None:
-    data.val = None
     check_resumes(fit, AdversarialPair, data, tmp_path, algorithm=UNCLIPPED, clients_per_round=3)
 
 
@@ -237,7 +238,6 @@ def test_an_extra_round_beside_the_run_trains_the_same_way(data: Any, fit: Fit) 
         cosines.append(float(trainer.callback_metrics["fl/fedavg_alignment"]))
 
     cosines: list[float] = []
-    data.val = None
     watchers = [ls.plugin.callbacks.UpdateAlignment(every_n_rounds=1), acting(on_train_epoch_end=listen)]
     fit(seeded(AdversarialPair), data, algorithm=DENSE, clients_per_round=3, callbacks=watchers)
     assert cosines == [pytest.approx(1.0, abs=1e-6)] * 2  # the round it compares with does what the run does
@@ -250,7 +250,6 @@ def test_schedulers_can_be_read_and_are_stepped_by_the_server(data: Any, fit: Fi
             rates.append(scheduler.get_last_lr()[0])
 
     rates: list[float] = []
-    data.val = None
     history = fit(
         variant(LitHalves, on_train_epoch_end=on_train_epoch_end)(manual=True), data, clients_per_round=2
     ).history
@@ -270,7 +269,6 @@ def test_hooks_of_optimizers_run_in_each_step(data: Any, fit: Fit) -> None:
 
     clips = {"configure_gradient_clipping": configure_gradient_clipping}
     kind = variant(LitHalves, on_before_optimizer_step=on_before_optimizer_step, **clips)
-    data.val = None
     fit(kind(manual=True), data, clients_per_round=2, max_epochs=1)
     assert stepped == 2 * 3 * ["front", "back"]
 
@@ -285,7 +283,6 @@ def test_what_an_optimizer_wrapped_by_the_client_says_is_that_of_the_users(data:
         seen.append(front.param_groups[0]["lr"])
 
     seen: list[float] = []
-    data.val = None
     fit(variant(LitHalves, on_train_epoch_start=on_train_epoch_start)(manual=True), data, clients_per_round=2)
     assert seen == [0.3, 0.3, 0.15, 0.15]
 
@@ -305,7 +302,6 @@ def test_several_optimizers_need_manual_optimisation(lit_mlp: Any, data: Any, fi
 
 
 def test_gradients_from_before_the_step_are_unscaled_in_it(data: Any, fit: Fit) -> None:
-    data.val = None
     plain = fit(seeded(ClosesFirst), data)
     assert same_state(plain.state, fit(seeded(ClosesFirst), data, trainer={"plugins": [ScalesAlone()]}).state)
     assert not same_state(plain.state, fit(seeded(Lit), data).state)  # it does not step on every batch
@@ -325,7 +321,7 @@ def test_local_hooks_act_once_in_each_step(algorithm: Any, data: Any, fit: Fit) 
                 self.optimizers().step()
             return loss
 
-    data.val, data.batch_size = None, 2
+    data.batch_size = 2
     options: dict[str, Any] = {"algorithm": algorithm, "local_hooks": [ls.ProximalTerm(5.0)]}
     one, two = fit(seeded(StepsEveryOtherBatch), data, **options), fit(seeded(ByHand), data, **options)
     assert same_state(one.state, two.state)
@@ -340,7 +336,6 @@ def test_runs_that_end_by_steps_or_never(max_steps: int, seen: int, lit_mlp: Any
         def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
             trainer.should_stop = summary.round_idx == 1
 
-    data.val = None
     options: dict[str, Any] = {"max_epochs": -1, "trainer": {"max_steps": max_steps}, "callbacks": [Stop()]}
     fit(kind(), data, algorithm=DENSE, clients_per_round=2, local_epochs=2, **options)
     assert totals == [seen] * 8

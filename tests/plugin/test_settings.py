@@ -1,8 +1,8 @@
 """A run's settings: as loggers and checkpoints hold them, and fixed where a new value would be ignored."""
 
-import inspect
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -97,26 +97,19 @@ def test_loggers_get_the_choices_of_each_model(lit_mlp: Any, toy: Any, quiet: An
     assert written["user_module"]["bits"]["width"] == 12
 
 
-@pytest.mark.parametrize("name", list(inspect.signature(ls.FederatedModule).parameters))
-def test_an_argument_of_a_federation_is_fixed(name: str, lit: Any) -> None:
-    model = ls.FederatedModule(lit, clients_per_round=4)
-    with pytest.raises(
-        AttributeError, match=rf"`{name}` cannot be changed.*: FederatedModule\(\.\.\., {name}=\.\.\.\)"
-    ):
-        setattr(model, name, 2)
-
-
-@pytest.mark.parametrize("name", list(inspect.signature(ls.MultiModelModule).parameters))
-def test_an_argument_of_a_federation_of_several_models_is_fixed(name: str) -> None:
-    model, _ = two_lines(ls.Uniform(active=3))
-    with pytest.raises(AttributeError, match=rf"`{name}` cannot be changed in a MultiModelModule"):
-        setattr(model, name, 2)
-
-
-@pytest.mark.parametrize("name", ["train", "collate_fn", "num_workers"])
-def test_what_batches_are_made_of_is_fixed(name: str, data: Any) -> None:
-    with pytest.raises(AttributeError, match=rf"`{name}` cannot be changed in a FederatedDataModule"):
-        setattr(data, name, 2)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, name) for kind in (ls.FederatedModule, ls.MultiModelModule) for name in signature(kind).parameters),
+        *((ls.FederatedDataModule, name) for name in ("train", "collate_fn", "num_workers")),
+    ],
+)
+def test_an_argument_is_fixed(kind: type, name: str, lit: Any, data: Any) -> None:
+    one, (several, _) = ls.FederatedModule(lit, clients_per_round=4), two_lines(ls.Uniform(active=3))
+    (built,) = (each for each in (one, several, data) if type(each) is kind)
+    own = rf"{kind.__name__} .*: {kind.__name__}\(\.\.\., {name}=\.\.\.\)"
+    with pytest.raises(AttributeError, match=f"`{name}` cannot be changed in a {own}"):
+        setattr(built, name, 2)
 
 
 @pytest.mark.parametrize("name", ["partitioner", "seed", "client_val_fraction", "labels"])

@@ -102,7 +102,6 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         self.automatic_optimization = False
         self.federation = Federation(self, members, Runtime(self))
         self._saved = SavedRun(self.federation)
-        self._default_dtype = torch.get_default_dtype()
 
     # -- who is in it
 

@@ -252,16 +252,15 @@ class Member(pl.LightningModule):
             "clients": list(self.data.identity()),
             "tensors": {name: [str(tuple(p.shape)), str(p.dtype), p.requires_grad] for name, p in parameters},
         }
-        if not before:
-            self._last_data = self.data
-            return
         last_data, self._last_data = self._last_data, self.data
+        if not before:
+            return
         if last_data is None:  # in another process
             has_others = any(old != new for old, new in zip(before["clients"], now["clients"], strict=False))
         else:
             has_others = not self.data.has_clients_of(last_data)
-        changed = [name for name, what in now["tensors"].items() if before["tensors"].get(name) != what]
-        changed += [name for name in before["tensors"] if name not in now["tensors"]]
+        were, are = before["tensors"], now["tensors"]
+        changed = [name for name in {**are, **were} if were.get(name) != are.get(name)]
         if not (has_others or changed):
             return
         dropped = self.lasting.drop([STATES, STORED])

@@ -144,12 +144,9 @@ def latest_checkpoint(folder: str | Path) -> str | None:
         >>> latest_checkpoint("a folder that is not there")
     """
     if (path := Path(folder)).is_file():  # not skipped: a run that starts from scratch instead would be a surprise
-        try:
+        with _refusing(path, "cannot be resumed from", "give the folder to find an intact one"):
             saved_progress(path)
             _check_contents(path)
-        except DamagedFile as error:
-            what = "give the folder to find an intact one"
-            raise ValueError(f"{path} cannot be resumed from: {error}; {what}.") from error
         return str(path)
     if not path.exists():
         if any(letter in str(folder) for letter in "*?["):
@@ -234,15 +231,16 @@ def _skipping(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _refusing(name: Any) -> Iterator[None]:
+def _refusing(
+    name: Any,
+    what: str = "is empty or not a whole checkpoint",
+    remedy: str = "latest_checkpoint(folder) finds the last whole one of a folder",
+) -> Iterator[None]:
     """Raise an error that names the file and the remedy if the file turns out to be damaged."""
     try:
         yield
     except DamagedFile as error:
-        raise ValueError(
-            f"{name} is empty or not a whole checkpoint: {error}; "
-            "latest_checkpoint(folder) finds the last whole one of a folder."
-        ) from error
+        raise ValueError(f"{name} {what}: {error}; {remedy}.") from error
 
 
 def write_hparams(checkpoint: dict[str, Any], module: pl.LightningModule) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from itertools import chain
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -156,12 +155,14 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         return {f"models.{name}" if name else "": owner.module for name, owner in self.members.items()}
 
     def named_parameters(self, prefix: str = "", *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        views = self.views.items()
-        return chain.from_iterable(m.named_parameters(_joined(prefix, own), *args, **options) for own, m in views)
+        return self._named("named_parameters", prefix, *args, **options)
 
     def named_buffers(self, prefix: str = "", *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        views = self.views.items()
-        return chain.from_iterable(m.named_buffers(_joined(prefix, own), *args, **options) for own, m in views)
+        return self._named("named_buffers", prefix, *args, **options)
+
+    def _named(self, method: str, prefix: str, *args: Any, **options: Any) -> Iterator[Any]:
+        for own, module in self.views.items():
+            yield from getattr(module, method)(".".join(filter(None, (prefix, own))), *args, **options)
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         """What the users' own ``state_dict`` return."""
@@ -252,8 +253,8 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         if any(isinstance(each, CommunicationLedger | RoundDashboard) for each in callbacks):
             boundaries.append(RoundHistory())
         boundaries += [RoundLines(), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation()]
-        present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in trainer.callbacks))
-        return [*own, *(boundary for boundary in boundaries if not isinstance(boundary, present))]
+        lacking = [one for one in boundaries if not any(isinstance(each, type(one)) for each in trainer.callbacks)]
+        return [*own, *lacking]
 
     def prepare_data(self) -> None:
         for owner in self.members.values():
@@ -451,7 +452,3 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         if self._trainer is not None:
             convert_now(self, self.trainer.precision_plugin)
         self.federation.load_state_dict(checkpoint.get(FEDERATION, {}))
-
-
-def _joined(prefix: str, own: str) -> str:
-    return ".".join(filter(None, (prefix, own)))

@@ -69,12 +69,10 @@ INSTEAD = MappingProxyType(  # what people type who come from elsewhere, and wha
         "NaturalIdPartitioner": "ls.NaturalPartitioner([...])",
         "PathologicalPartitioner": "ls.LabelsPerClient(num_clients=10, num_labels=2)",
         "PrivacyEngine": "filters=[ls.ExamplePrivacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)]",
-        "run_simulation": "lightning.pytorch.Trainer(...).fit(model, data)",
+        **dict.fromkeys(("run_simulation", "start_simulation"), "lightning.pytorch.Trainer(...).fit(model, data)"),
         "SCAFFOLD": "ls.Scaffold()",
-        "SecAgg": "filters=[ls.SecureSums()]",
-        "SecAggPlus": "filters=[ls.SecureSums()]",
+        **dict.fromkeys(("SecAgg", "SecAggPlus"), "filters=[ls.SecureSums()]"),
         "SizePartitioner": 'ls.IIDPartitioner(num_clients=10, sizes=ls.SizeLaw("lognormal", 1.0))',
-        "start_simulation": "lightning.pytorch.Trainer(...).fit(model, data)",
     }
 )
 NAMES = MappingProxyType({place: tuple(names.split()) for place, names in _NAMES.items()})  # by place

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_spectral.plugin.user_hooks import redirect, replaced
-from lightning_spectral.protocol.records import LoggedValue, RoundSummary
+from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import ALWAYS, logged_by_clients, round_metrics
 
 
@@ -22,11 +22,8 @@ def log_round(trainer: pl.Trainer, summaries: Sequence[RoundSummary]) -> None:
     values are complete when it ends, so they go directly to where `log` would put them: to ``callback_metrics`` for
     checkpoints, early stopping and schedulers, and to each logger as one row.
     """
-    own: dict[str, float] = {}
-    clients: dict[str, LoggedValue] = {}
-    for summary in summaries:
-        own.update(round_metrics(summary))
-        clients.update(logged_by_clients(summary))
+    own = {name: value for summary in summaries for name, value in round_metrics(summary).items()}
+    clients = {name: entry for summary in summaries for name, entry in logged_by_clients(summary).items()}
     _check_free("`training_step`", own.keys() & clients.keys())
     values = {**own, **{name: entry.value for name, entry in clients.items()}}
     hidden = {name for name, entry in clients.items() if name not in own and not entry.logger}

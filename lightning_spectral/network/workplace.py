@@ -71,7 +71,7 @@ class Workplace:
         schedulers = partial(only_or_all, [AtTheServer() for _ in schedules])
 
         def attach(recorder: Recorder, client: Any) -> None:
-            redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": schedulers})
+            redirect(client, {"log": recorder.log, "lr_schedulers": schedulers})
             client.trainer = ClientTrainer(self.trainer, client, optimizers, recorder, start.instructions.says_nothing)
 
         placement = placement_of(self.trainer, self.torch_device, module)

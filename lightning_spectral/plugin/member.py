@@ -342,7 +342,7 @@ class Member(pl.LightningModule):
             return only_or_all([Lookalike(one.scheduler, step=lambda *_, **__: None) for one in schedules])
 
         def attach(recorder: Recorder, client: Any) -> None:
-            redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": schedulers})
+            redirect(client, {"log": recorder.log, "lr_schedulers": schedulers})
             adopt_batch_hooks(client, data)
             client.trainer = ClientTrainer(trainer, client, templates, recorder, is_private)
 

@@ -174,12 +174,8 @@ def redirect(module: pl.LightningModule, methods: Mapping[str, Callable[..., Any
     If its class overrides one, this still acts, and what it passes to ``super()`` goes to the other function: a class
     is put between the user's and Lightning's, whose own ``log_dict`` calls ``log`` for each entry.
     """
-    overridden = {name for name in methods if is_overridden(module, name)}
-    if overridden & {"log", "log_dict"}:
-        overridden.add("log")
-        methods = {name: method for name, method in methods.items() if name != "log_dict"}
-    vars(module).update({name: method for name, method in methods.items() if name not in overridden})
-    if between := tuple((name, method) for name, method in methods.items() if name in overridden):
+    vars(module).update({name: method for name, method in methods.items() if not is_overridden(module, name)})
+    if between := tuple((name, method) for name, method in methods.items() if is_overridden(module, name)):
         kind: Any = type(module)
         module.__class__ = _with_class_between(kind, between)
 

@@ -114,7 +114,7 @@ def estimated(trainer: pl.Trainer, model: Any, round_idx: int, max_batches: int 
     where, seed = f"Round {round_idx}, {PURPOSE}", derived_seed(model.seed, PURPOSE, round_idx)
     with trying(module):
         recorder = Recorder(module)
-        redirect(module, {"log": recorder.log, "log_dict": recorder.log_dict})
+        redirect(module, {"log": recorder.log})
         isolate_metrics(recorder.metrics)
         adopt_batch_hooks(module, model.data)
         layers = {name: layer for name, layer in _tracked(module).items() if layer.training}

@@ -64,7 +64,7 @@ class ValidatedBeside(Recorder):
             own = named_state(self.module)
             for name, tensor in self._tensors.items():
                 own[name].data = tensor
-            redirect(self.module, {"log": self.log, "log_dict": self.log_dict})
+            redirect(self.module, {"log": self.log})
             isolate_metrics(self.metrics)
             if not self._states:
                 self.start()

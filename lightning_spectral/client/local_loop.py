@@ -227,20 +227,10 @@ def metrics_of(module: nn.Module) -> list[Metric]:
     return [part for _, part in all_parts({"": module}) if is_metric(part)]
 
 
-def isolate_metrics(metrics: Sequence[Metric]) -> Callable[[], None]:
-    """Keep ``torchmetrics`` from syncing across processes, which train other clients or see the same data.
-
-    Return a function that restores the metrics' own synchronisation.
-    """
-    own = [metric.distributed_available_fn for metric in metrics]
-
-    def restore() -> None:
-        for metric, is_available in zip(metrics, own, strict=True):
-            metric.distributed_available_fn = is_available
-
+def isolate_metrics(metrics: Sequence[Metric]) -> None:
+    """Keep ``torchmetrics`` from syncing across processes, which train other clients or see the same data."""
     for metric in metrics:
         metric.distributed_available_fn = bool  # which returns False
-    return restore
 
 
 @dataclass(frozen=True)

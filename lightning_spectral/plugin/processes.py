@@ -18,7 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_spectral.arguments import Whole
-from lightning_spectral.client.local_loop import isolate_metrics, metrics_of
+from lightning_spectral.client.local_loop import metrics_of
 from lightning_spectral.errors import ClientError, LostProcessError, RoundError
 from lightning_spectral.plugin.user_hooks import as_host, replaced
 from lightning_spectral.protocol.records import WorkUnit
@@ -108,7 +108,8 @@ class ClientParallelStrategy(DDPStrategy):
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm=True would mix the batches of different clients; leave it out.")
         assert module is not None
-        self._isolated.callback(isolate_metrics(metrics_of(module)))
+        for metric in metrics_of(module):
+            self._isolated.enter_context(replaced(metric, distributed_available_fn=bool))  # which returns False
         self._meetings = Meetings(self.global_rank, self.world_size) if self.world_size > 1 else None
         # before the Trainer registers its own handler: on SIGTERM, Lightning's broadcasts at once, and a process that
         # is waiting in another collective at that moment never returns

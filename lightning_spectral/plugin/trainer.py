@@ -227,12 +227,8 @@ def silent_trainer(kind: type[Trainer] = Trainer, **settings: Any) -> Trainer:
 @contextmanager
 def silence() -> Iterator[None]:
     """Make Lightning log only errors within the block, and restore the levels of its loggers afterwards."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
+    with ExitStack() as restored:
+        for logger in map(logging.getLogger, ("lightning.pytorch", "lightning.fabric")):
+            restored.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
         yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

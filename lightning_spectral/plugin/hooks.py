@@ -118,10 +118,11 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         got = "dataloaders, or nothing" if found is None else type(found).__name__
         raise TypeError(f"{type(self).__name__} needs clients: call trainer.fit(model, {self.data_call}), got {got}.")
 
-    def data_or_none(self, name: str) -> ServerData | None:
-        """One model's data; ``None`` when evaluating with the user's own loader."""
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
-        return self.data_of(name) if isinstance(datamodule, self.data_type) else None
+    @property
+    def data_there(self) -> Mapping[str, ServerData]:
+        """Each model's data, by name; none when evaluating with the user's own loader."""
+        is_there = isinstance(self.trainer.datamodule, self.data_type)  # type: ignore[attr-defined]
+        return {name: self.data_of(name) for name in self.members} if is_there else {}
 
     def available_for(self, name: str) -> Tensor | None:
         """Whether each client can train a model, if it has examples of it; ``None`` if all can."""
@@ -413,8 +414,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         found = super().hparams_initial
         if self._trainer is None or self.trainer.state.fn != "fit":
             return found
-        data = {name: self.data_or_none(name) for name in self.members}
-        configs = {name: config_of(one, one.settings) for name, one in data.items() if one is not None}
+        configs = {name: config_of(data, data.settings) for name, data in self.data_there.items()}
         for name in configs:
             if any(each.equal_weights for each in self.members[name].filters):
                 configs[name].pop("num_examples", None)
@@ -426,10 +426,9 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         Among them are those of the Trainer that change a result, except in a quick try, which can continue any run.
         """
         found = self.configuration()
-        for name in self.members:
+        for name, data in self.data_there.items():
             prefix = f"{name}: " if name else ""
-            if (data := self.data_or_none(name)) is not None:
-                found |= {f"{prefix}{setting}": value for setting, value in data.configuration().items()}
+            found |= {f"{prefix}{setting}": value for setting, value in data.configuration().items()}
         trainer: Any = self.trainer
         if not trainer.fast_dev_run:
             settings = self.federation.cohorts.limit, trainer.overfit_batches or 0.0, trainer.precision

@@ -257,7 +257,7 @@ class FederatedModule(FederatedHooks, Member):
 
     def move_batches(self) -> None:
         for_evaluation_only(self, of=self.module)
-        if (data := self.data_or_none("")) is not None:
+        for data in self.data_there.values():
             for_evaluation_only(data, of=data)
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -426,8 +426,7 @@ class MultiModelModule(FederatedHooks):
                     "FederatedDataModule of each model that needs it."
                 )
             own = {name: member.module for name, member in self.members.items() if is_overridden(member.module, hook)}
-            data = {name: self.data_or_none(name) for name in self.members}
-            own |= {name: one for name, one in data.items() if one is not None and is_overridden(one, hook)}
+            own |= {name: data for name, data in self.data_there.items() if is_overridden(data, hook)}
             if own:
                 setattr(self, hook, partial(self._move, hook, own))
 

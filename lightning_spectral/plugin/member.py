@@ -241,7 +241,6 @@ class Member(pl.LightningModule):
         engine = self.engine_or_none = self._build(self.algorithm, half, filters, self.conditions, first_round)
         for name, end in engine.filters.items():
             self.lasting.attach(name, end)
-        for end in engine.filters.values():
             self._report(*end.remarks())
 
     def _drop_what_belongs_elsewhere(self) -> None:

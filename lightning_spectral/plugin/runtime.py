@@ -15,8 +15,8 @@ from lightning_spectral.plugin.callbacks import Aggregation, BatchNormEstimation
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.logs import log_round
 from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
-from lightning_spectral.plugin.trainer import STAGE, unscaled
-from lightning_spectral.plugin.user_hooks import Host, Share
+from lightning_spectral.plugin.trainer import STAGE
+from lightning_spectral.plugin.user_hooks import Host, Share, replaced
 from lightning_spectral.protocol.records import Profile, RoundSummary, WorkUnit
 from lightning_spectral.server.processes import Processes
 
@@ -81,7 +81,10 @@ class Runtime:
     def step(self, servers: Sequence[Optimizer]) -> None:
         """Step server optimizers; Lightning counts one step for the round, however many there are."""
         counted = self.trainer.fit_loop.epoch_loop.manual_optimization
-        with self.profile("apply"), unscaled(self.trainer.precision_plugin):
+        plugin = self.trainer.precision_plugin
+        # Lightning must not divide the pseudo-gradient by a scale: only clients scale, with their own
+        unscaled = replaced(plugin, scaler=None) if hasattr(plugin, "scaler") else nullcontext()
+        with self.profile("apply"), unscaled:
             counted._on_before_step()
             for server in servers:
                 self.trainer.strategy.optimizer_step(server, lambda: None)  # gradients exist

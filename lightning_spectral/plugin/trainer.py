@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, NoReturn
 
 import lightning.pytorch as pl
@@ -198,11 +198,6 @@ def full_precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(inside)
-
-
-def unscaled(precision_plugin: Any) -> AbstractContextManager[None]:
-    """Keep Lightning from dividing the server's pseudo-gradient by a scale: only clients scale, with their own."""
-    return replaced(precision_plugin, scaler=None) if hasattr(precision_plugin, "scaler") else nullcontext()
 
 
 def placement_of(trainer: pl.Trainer, device: torch.device, *hooked: Any) -> Placement:

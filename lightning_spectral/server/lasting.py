@@ -60,10 +60,6 @@ class Lasting:
             self._waiting.pop(name, None)
         return found
 
-    def waiting(self, name: str) -> Any:
-        """The state that waits for a part; ``None`` if none does."""
-        return self._waiting.get(name)
-
     def state_dict(self) -> dict[str, Any]:
         """All states that are not empty, by the names of the parts."""
         own = {name: state for name, part in self.parts.items() if (state := part.state_dict())}
@@ -73,8 +69,7 @@ class Lasting:
         """Restore all states; a part without one keeps its own."""
         self._waiting = dict(state_dict)
         for name, part in self.parts.items():
-            if name in self._waiting:
-                part.load_state_dict(self._waiting.pop(name))
+            self.attach(name, part)
 
     def _wait(self, name: str, state: Any) -> None:
         if state:

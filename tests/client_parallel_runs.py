@@ -395,7 +395,7 @@ def run(
         "global_step": runner.global_step,
         "error": error,
         "tested": tested,
-        "unreached": [member.first_rounds.unreached for member in model.members.values()],
+        "unreached": [member.first_rounds.state_dict() for member in model.members.values()],
     }
 
 

@@ -45,13 +45,13 @@ class FirstRounds:
         self._done = {"averages"} if averages_may_rest else set[str]()
         self._losses: dict[int, float] = {}  # the finite ones by round
         # One client alone says little: a router may send it to other experts, or a layer may be dropped at random.
-        self._unreached: list[str] | None = None
+        self._unreached: list[str] | None = None  # before any client has trained, and once they are named
         self._remedy = ""
         self._last_watched = -1
 
     def state_dict(self) -> dict[str, Any]:
         """The layers that no client has given a gradient yet; empty if that is settled, or no client has trained."""
-        return {} if self.unreached is None else {"unreached": list(self.unreached)}
+        return {} if self._unreached is None else {"unreached": list(self._unreached)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._unreached = sorted(state_dict["unreached"])
@@ -81,7 +81,8 @@ class FirstRounds:
             self._remedy = ", or ".join(half.advice(Moment.UNUSED_LAYERS))
             self._last_watched = summary.round_idx
             if summary.round_idx == WATCHED_ROUNDS - 1:
-                self._name_unreached()
+                self.finish()
+                self._unreached = None
 
     def _look(self, half: ServerHalf, summary: RoundSummary, clients: Sequence[ClientOutcome]) -> None:
         round_idx, server = summary.round_idx, half.server
@@ -181,11 +182,7 @@ class FirstRounds:
 
     def finish(self) -> None:
         """Give the warnings that remain when a fit ends, perhaps before the first rounds are over."""
-        if 0 <= self._last_watched < WATCHED_ROUNDS - 1:
-            self._name_unreached()
-
-    def _name_unreached(self) -> None:
-        if self._warns and self._unreached:
+        if self._warns and self._unreached and self._last_watched >= 0:
             remedy = f"{self._remedy}, or remove them" if self._remedy else "remove them"
             _warn(
                 self._last_watched,
@@ -193,11 +190,6 @@ class FirstRounds:
                 f"{', '.join(self._unreached)}. If `training_step` never uses them, {remedy} from the module. If it "
                 "does for other clients or in later rounds, as with experts or gradual unfreezing, nothing is wrong.",
             )
-
-    @property
-    def unreached(self) -> list[str] | None:
-        """The layers that no client has given a gradient, for a checkpoint; ``None`` once watching has ended."""
-        return self._unreached if self._last_watched < WATCHED_ROUNDS - 1 else None
 
 
 @torch.no_grad()

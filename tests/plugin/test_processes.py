@@ -122,7 +122,7 @@ def test_runs_are_what_they_are_called(results: Results) -> None:
     assert {"fl/discrepancy", "fl/fedavg_alignment"} <= results("spectral", 1)[0]["metrics"].keys()
     assert "fl/clients/val_acc/mean" in rows["evaluation on clients"]
     assert len(results("dense", 1)[0]["ledger"]) == 14
-    assert results("experts", 1)[0]["unreached"] == [["experts.2"]]
+    assert results("experts", 1)[0]["unreached"] == [{"unreached": ["experts.2"]}]
     assert results("dense", 1)[0]["tested"][0]["test_loss"] > 0
 
 

@@ -7,7 +7,7 @@ a torch optimizer, so Lightning runs its steps, counts them and saves its state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_spectral.arguments import Number, check_fields
+from lightning_spectral.arguments import Number, Rule, check_fields
 
-POSITIVE = Number(above=0)
 DECAY = Number(at_least=0, below=1, hint="it is the share of the past that a moment keeps")
+
+
+def _two_decays(argument: str, betas: Any) -> tuple[float, ...]:
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"`{argument}` must be two numbers, for the first and the second moment, got {betas!r}.")
+    return tuple(DECAY(argument, beta) for beta in betas)
+
+
+RULES: Mapping[str, Rule] = {"lr": Number(above=0), "momentum": DECAY, "betas": _two_decays, "tau": Number(above=0)}
 
 
 class FedOptimizer(ABC):
@@ -34,8 +42,13 @@ class FedOptimizer(ABC):
         """Create the optimizer of the server's parameters."""
 
 
+class _OwnOptimizer(FedOptimizer):
+    def __post_init__(self) -> None:
+        check_fields(self, **{name: RULES[name] for name in vars(self)})
+
+
 @dataclass(frozen=True, kw_only=True)  # the first number that one thinks of is the momentum
-class FedAvgM(FedOptimizer):
+class FedAvgM(_OwnOptimizer):
     """Averaging with server momentum: ``v <- momentum v + pseudo-gradient``, then a step of ``lr v``.
 
     Momentum 0 and learning rate 1 are plain averaging, which is what ``server_optimizer=None`` does.
@@ -56,9 +69,6 @@ class FedAvgM(FedOptimizer):
     lr: float = 1.0
     momentum: float = 0.9
 
-    def __post_init__(self) -> None:
-        check_fields(self, lr=POSITIVE, momentum=DECAY)
-
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         return SGD(parameters, lr=self.lr, momentum=self.momentum)
 
@@ -67,7 +77,7 @@ AVERAGING = FedAvgM(momentum=0.0)  # the server's step unless the user chooses a
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedMomentum(FedOptimizer):
+class BoundedMomentum(_OwnOptimizer):
     r"""Momentum that turns the server's step and never makes it longer than the clients' mean change.
 
     .. math::
@@ -108,15 +118,12 @@ class BoundedMomentum(FedOptimizer):
     lr: float = 1.0
     momentum: float = 0.8
 
-    def __post_init__(self) -> None:
-        check_fields(self, lr=POSITIVE, momentum=DECAY)
-
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         return BoundedMomentumSGD(parameters, self.lr, self.momentum)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAdagrad(FedOptimizer):
+class FedAdagrad(_OwnOptimizer):
     r"""Adagrad on the server: :math:`v_t = v_{t-1} + \Delta_t^2`.
 
     Args:
@@ -141,27 +148,15 @@ class FedAdagrad(FedOptimizer):
     momentum: float = 0.0
     tau: float = 1e-3
 
-    def __post_init__(self) -> None:
-        check_fields(self, lr=POSITIVE, momentum=DECAY, tau=POSITIVE)
-
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         return ServerAdagrad(parameters, self.lr, (self.momentum, 0.0), self.tau)
 
 
-def _two_decays(argument: str, betas: Any) -> tuple[float, ...]:
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"`{argument}` must be two numbers, for the first and the second moment, got {betas!r}.")
-    return tuple(DECAY(argument, beta) for beta in betas)
-
-
 @dataclass(frozen=True, kw_only=True)
-class _TwoMoments(FedOptimizer):
+class _TwoMoments(_OwnOptimizer):
     lr: float = 0.1
     betas: tuple[float, float] = (0.9, 0.99)
     tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        check_fields(self, lr=POSITIVE, betas=_two_decays, tau=POSITIVE)
 
 
 @dataclass(frozen=True, kw_only=True)

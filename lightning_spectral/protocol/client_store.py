@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -35,28 +36,26 @@ class _Table:
         self.rows: dict[int, int] = {}
         self._clients = array("q")  # of each row
         self._chunks: list[dict[str, Tensor]] = []
-        self._starts: list[int] = []  # first row of each chunk
-        self._room = 0  # rows of all chunks
+        self._bounds = [0]  # first row of each chunk, and the number of rows of all
 
     def read(self, client_id: int) -> dict[str, Tensor]:
         """A client's tensors: views."""
         row = self.rows[client_id]
-        chunk = bisect_right(self._starts, row) - 1
-        return {name: tensor[row - self._starts[chunk]] for name, tensor in self._chunks[chunk].items()}
+        chunk = bisect_right(self._bounds, row) - 1
+        return {name: tensor[row - self._bounds[chunk]] for name, tensor in self._chunks[chunk].items()}
 
     def write(self, client_id: int, tensors: Tensors) -> None:
         """Replace a client's entry, or add one."""
         if client_id not in self.rows:
             self.rows[client_id] = len(self._clients)
             self._clients.append(client_id)
-            if len(self._clients) > self._room:
-                count = min(max(self._room, 1), max(MOST_BYTES // max(self.row_bytes, 1), 1))
+            if len(self._clients) > (room := self._bounds[-1]):
+                count = min(max(room, 1), max(MOST_BYTES // max(self.row_bytes, 1), 1))
                 self._chunks.append({})
                 for name, dtype, shape, strides in self.layout:
                     rows = (count, *shape), (prod(shape), *strides)
                     self._chunks[-1][name] = torch.empty_strided(*rows, dtype=dtype)
-                self._starts.append(self._room)
-                self._room += count
+                self._bounds.append(room + count)
         for name, kept in self.read(client_id).items():
             kept.copy_(tensors[name])
 
@@ -72,7 +71,7 @@ class _Table:
 
     def chunks(self) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         """The clients of each chunk, and their entries as one tensor for each name, with nothing else in its memory."""
-        for start, end, chunk in zip(self._starts, [*self._starts[1:], self._room], self._chunks, strict=True):
+        for (start, end), chunk in zip(pairwise(self._bounds), self._chunks, strict=True):
             if clients := self._clients[start:end].tolist():
                 is_full, count = len(clients) == end - start, len(clients)
                 yield clients, {name: t if is_full else t[:count].clone() for name, t in chunk.items()}

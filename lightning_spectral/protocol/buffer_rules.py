@@ -14,10 +14,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_spectral.arguments import OneOf, as_patterns, check_matches, first_match, matches_any
 from lightning_spectral.functional.checks import all_names, has_values, named_by_any
+from lightning_spectral.protocol.records import Tensors
 
 Rule = Literal["mean", "min", "max", "server"]
 Rules = Mapping[str, Rule]
-Tensors = Mapping[str, Tensor]
 SIGNS: Mapping[str, int] = {"min": -1, "max": 1}
 _ASKED, _VALUES = "as asked", "by its initial values"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from math import fsum
 from typing import TypeVar
 
@@ -67,7 +66,7 @@ class Cohort:
 
     @cached_property
     def _places(self) -> Mapping[Key, int]:
-        return {unit.key: place for place, unit in enumerate(chain(*self.groups.values()))}
+        return {key: place for place, key in enumerate(self._capacities)}
 
     def place_of(self, unit: WorkUnit) -> tuple[int, int]:
         """A unit's index among all units, from 0, and the number of units.

@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_spectral.protocol.buffer_rules import BufferRules, averaged_parameters, buffer_rules, unit_vectors
-from lightning_spectral.protocol.records import Download
-
-Tensors = Mapping[str, Tensor]
+from lightning_spectral.protocol.records import Download, Tensors
 
 
 def travelling_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:

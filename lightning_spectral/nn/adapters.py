@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -283,6 +284,4 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
         >>> matches("head.0.weight", ["head"]), matches("head.0.weight", ["*.weight"]), matches("ahead.bias", ["head"])
         (True, True, False)
     """
-    parts = name.split(".")
-    prefixes = [".".join(parts[: count + 1]) for count in range(len(parts))]
-    return any(matches_any(prefix, patterns) for prefix in prefixes)
+    return any(matches_any(prefix, patterns) for prefix in accumulate(name.split("."), join))

@@ -103,20 +103,19 @@ class FrobeniusDecay:
 
     def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
         """Attach the hook for the named sharded layers of ``module``; ``handle.remove()`` detaches it."""
-        act = decaying(self.coefficients, self.decoupled, optimizer, module)
-        return optimizer.register_step_pre_hook(lambda *_: act())
+        return optimizer.register_step_pre_hook(decaying(self.coefficients, self.decoupled, optimizer, module))
 
 
 def decaying(
     coefficients: Mapping[str, float], decoupled: bool, optimizer: Optimizer, module: nn.Module
-) -> Callable[[], None]:
+) -> Callable[..., None]:
     """What `FrobeniusDecay` does before each step."""
     layers = sharded_layers(module)
     named = [(name, layers[name]) for name in coefficients]
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
     @torch.no_grad()
-    def act() -> None:
+    def act(*_: Any) -> None:
         added: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # to gradients, by factor: all at once on a GPU
         for name, layer in named:
             if (decay := coefficients[name]) == 0.0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -135,8 +134,8 @@ FORGIVING = Faults(*[LeaveOut(1.0)] * 3)  # of a private run
 
 def clients_by_reason(outcomes: Sequence[ClientOutcome]) -> dict[ExclusionReason, list[int]]:
     """Ids of the clients that were left out, by reason."""
-    by_reason: dict[ExclusionReason, list[int]] = defaultdict(list)
+    by_reason: dict[ExclusionReason, list[int]] = {}
     for outcome in outcomes:
         if outcome.left_out is not None:
-            by_reason[outcome.left_out].append(outcome.client_id)
-    return dict(by_reason)
+            by_reason.setdefault(outcome.left_out, []).append(outcome.client_id)
+    return by_reason

@@ -92,6 +92,5 @@ def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:
     kept = [(value, size) for value, size in values if math.isfinite(value)] or values
     weight = sum(size for _, size in kept)
     terms = [value * size for value, size in kept]
-    if not weight or not all(map(math.isfinite, terms)):  # `fsum` may raise on infinities
-        return sum(terms) / weight if weight else math.nan
-    return math.fsum(terms) / weight
+    add = math.fsum if all(map(math.isfinite, terms)) else sum  # `fsum` may raise on infinities
+    return add(terms) / weight if weight else math.nan

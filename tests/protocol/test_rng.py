@@ -2,9 +2,6 @@
 
 import itertools
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import lightning_spectral.protocol.rng
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -50,15 +46,6 @@ def test_seeds_fit_in_63_bits(arguments: tuple[Any, ...]) -> None:
 def test_seeds_use_all_63_bits() -> None:
     seeds = np.array([derived_seed(0, "bits", i) for i in range(2000)], dtype=np.int64)
     assert (np.abs((seeds[:, None] >> np.arange(63) & 1).mean(0) - 0.5) <= 5.0 * 0.5 / np.sqrt(2000)).all()
-
-
-@pytest.mark.slow
-def test_seed_is_the_same_in_another_process() -> None:
-    code = "from lightning_spectral.protocol.rng import derived_seed; print(derived_seed(3, 'terms', 1, 'fc'))"
-    command = [sys.executable, "-W", "ignore", "-c", code]  # another process has a different string hash seed
-    root = Path(lightning_spectral.protocol.rng.__file__).parents[2]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout
-    assert int(output) == derived_seed(3, "terms", 1, "fc")
 
 
 def test_integers_of_numpy_are_integers() -> None:

@@ -57,8 +57,7 @@ def test_decay_adds_the_gradient_of_half_the_squared_norm_of_the_weight() -> Non
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     FrobeniusDecay({"": 0.1}).register(optimizer, layer)
     optimizer.step()
-    torch.testing.assert_close(layer.u.grad, expected.u.grad)
-    torch.testing.assert_close(layer.v.grad, expected.v.grad)
+    torch.testing.assert_close((layer.u.grad, layer.v.grad), (expected.u.grad, expected.v.grad))
 
 
 def without_slope() -> SpectralShardedLinear:
@@ -85,8 +84,7 @@ def test_decoupled_decay_steps_along_the_penalty_with_the_learning_rate() -> Non
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.2, weight_decay=0.0)
     FrobeniusDecay({"": 0.1}, decoupled=True).register(optimizer, layer)
     optimizer.step()
-    torch.testing.assert_close(layer.u.detach(), u)
-    torch.testing.assert_close(layer.v.detach(), v)
+    torch.testing.assert_close((layer.u.detach(), layer.v.detach()), (u, v))
 
 
 def test_decay_acts_on_named_layers_only_and_leaves_frozen_ones() -> None:
@@ -132,17 +130,13 @@ def loaded(seed: int = 0, scale: float = 1.0) -> SpectralShardedLinear:
     return layer
 
 
-def acting(rates: TermRates, optimizer: Any) -> None:
-    """Let the factors act before each step of an optimizer."""
+def start(module: nn.Module, optimizer: Any, tau: float = TAU, bound: float = BOUND) -> TermRates:
+    """Begin a client's turn, in which the factors act before each step."""
+    rates = TermRates(module, tau, bound)
     act = rates.acting(optimizer)
     optimizer.register_step_pre_hook(lambda *_: act())
-
-
-def start(module: nn.Module, optimizer: Any, tau: float = TAU, bound: float = BOUND) -> None:
-    """Begin a client's turn."""
-    rates = TermRates(module, tau, bound)
-    acting(rates, optimizer)
     rates.start_client()
+    return rates
 
 
 def step(optimizer: Any, module: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -194,8 +188,8 @@ def test_steps_are_those_computed_by_hand(momentum: float) -> None:
     expected = list(by_hand(terms(0), data, lr=0.01, momentum=momentum))
     for batch, (u, v) in zip(data, expected, strict=True):
         step(optimizer, layer, batch)
-        torch.testing.assert_close(layer.u.detach(), u)  # float64: a thousand roundings
-        torch.testing.assert_close(layer.v.detach(), v)
+        # float64: a thousand roundings
+        torch.testing.assert_close((layer.u.detach(), layer.v.detach()), (u, v))
     without = loaded()  # negative control
     step(torch.optim.SGD(without.parameters(), lr=0.01), without, data[0])
     assert (without.u - expected[0][0]).abs().max() > 0.01 * expected[0][0].abs().max()
@@ -205,8 +199,7 @@ def test_factors_are_those_of_the_terms_at_the_start_of_each_turn() -> None:
     """They stay fixed while the terms grow, and the next client's terms have their own."""
     layer = loaded()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
-    rates = TermRates(layer, TAU, BOUND)
-    acting(rates, optimizer)
+    rates = start(layer, optimizer)
     for seed, scale in ((0, 1.0), (1, 2.0), (2, 0.5)):
         layer.load_terms(*terms(seed, scale))
         rates.start_client()

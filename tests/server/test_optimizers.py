@@ -51,29 +51,28 @@ def oracle(choice: Any, start: float, deltas: list[float]) -> float:
     return x
 
 
-@pytest.mark.parametrize("choice", [ls.FedAvgM(lr=0.5, momentum=0.6), *ADAPTIVE], ids=repr)
-def test_steps_are_those_of_the_papers_recursion(choice: Any) -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(3, 2), (4,), ()]
-    parameters = [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
-    deltas = [[torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(6)]
-    for parameter in deltas[3]:
-        parameter.zero_()  # a round in which nothing changed
-    start = nn.utils.parameters_to_vector(parameters).detach()
-    optimizer = choice(parameters)
-    for change in deltas:
+def steps(choice: Any, changes: Any, sizes: Any = ((3, 2), (4,))) -> list[Any]:
+    """The weights of some parameters, of two by default, after each round, float64."""
+    parameters = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in sizes]
+    optimizer, seen = choice(parameters), []
+    for change in changes:
         for parameter, delta in zip(parameters, change, strict=True):
             parameter.grad = -delta
         optimizer.step()
-    per_weight = torch.stack([nn.utils.parameters_to_vector(change) for change in deltas]).T.tolist()
-    expected = [oracle(choice, x, d) for x, d in zip(start.tolist(), per_weight, strict=True)]
+        seen.append(nn.utils.parameters_to_vector(parameters).detach().clone())
+    return seen
+
+
+@pytest.mark.parametrize("choice", [ls.FedAvgM(lr=0.5, momentum=0.6), *ADAPTIVE], ids=repr)
+def test_steps_are_those_of_the_papers_recursion(choice: Any) -> None:
+    generator, sizes = torch.Generator().manual_seed(0), [(3, 2), (4,), ()]
+    changes = [[torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes] for _ in range(6)]
+    for delta in changes[3]:
+        delta.zero_()  # a round in which nothing changed
+    per_weight = torch.stack([nn.utils.parameters_to_vector(change) for change in changes]).T.tolist()
+    expected = torch.tensor([oracle(choice, 0.0, deltas) for deltas in per_weight], dtype=torch.float64)
     # six steps of a few operations in float64 each, on numbers of order one
-    torch.testing.assert_close(
-        nn.utils.parameters_to_vector(parameters).detach(),
-        torch.tensor(expected, dtype=torch.float64),
-        rtol=1e-13,
-        atol=1e-13,
-    )
+    torch.testing.assert_close(steps(choice, changes, sizes)[-1], expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("choice", ALL, ids=repr)
@@ -126,11 +125,8 @@ class TestResume:
     def test_resumed_run_equals_the_uninterrupted_one(
         self, choice: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
     ) -> None:
-        options = {
-            "server_optimizer": choice,
-            "local_hooks": [ls.ProximalTerm(0.1), ls.GradientClip(0.5)],
-        }
-        check_resumes(fit, lit_mlp, data, tmp_path, **options)
+        hooks = [ls.ProximalTerm(0.1), ls.GradientClip(0.5)]
+        check_resumes(fit, lit_mlp, data, tmp_path, server_optimizer=choice, local_hooks=hooks)
 
     @pytest.mark.parametrize(
         ("then", "now", "named"),
@@ -165,18 +161,6 @@ class TestResume:
 
 BETA = 0.8
 BOUNDED, AVERAGING = ls.BoundedMomentum(momentum=BETA), ls.FedAvgM(momentum=0.0)
-
-
-def steps(choice: Any, changes: Any, sizes: Any = ((3, 2), (4,))) -> list[Any]:
-    """The weights of some parameters, of two by default, after each round, float64."""
-    parameters = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in sizes]
-    optimizer, seen = choice(parameters), []
-    for change in changes:
-        for parameter, delta in zip(parameters, change, strict=True):
-            parameter.grad = -delta
-        optimizer.step()
-        seen.append(nn.utils.parameters_to_vector(parameters).detach().clone())
-    return seen
 
 
 def changes_of(drift: float) -> list[list[Tensor]]:

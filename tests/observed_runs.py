@@ -59,6 +59,20 @@ def acting(**hooks: Callable[..., Any]) -> ls.RoundCallback:
     return callback
 
 
+def in_round(round_idx: int, **hooks: Callable[[pl.Trainer, Any], object]) -> ls.RoundCallback:
+    """A callback with the given hooks, which act in one round only."""
+
+    def acts(hook: Callable[[pl.Trainer, Any], object]) -> Callable[..., object]:
+        return lambda trainer, model: hook(trainer, model) if trainer.current_epoch == round_idx else None
+
+    return acting(**{name: acts(hook) for name, hook in hooks.items()})
+
+
+def halving_first_weight(round_idx: int) -> ls.RoundCallback:
+    """Writes a frozen weight before a round, past autograd's version counter."""
+    return in_round(round_idx, on_train_epoch_start=lambda trainer, model: model.module.net[0].weight.data.mul_(0.5))
+
+
 def states_of(fitted: Fitted) -> list[Any]:
     return next(callback.states for callback in fitted.trainer.callbacks if isinstance(callback, Draws))  # type: ignore[attr-defined]
 

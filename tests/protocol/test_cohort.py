@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import HARDLY_MOVED, Fit, Fitted, same_state, seeded
-from observed_runs import acting
+from observed_runs import acting, halving_first_weight
 from torch import Tensor, nn
 from toy_models import LitMLP
 
@@ -251,12 +251,11 @@ class TestInARun:
         remember = partial(fit, algorithm=remembering())
         whole = remember(seeded(lit_mlp), data, max_epochs=3)
 
-        class SaveWithin(ls.RoundCallback):
-            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
-                if turn.round_idx == 1:
-                    trainer.save_checkpoint(tmp_path / "within.ckpt")
+        def save_within(trainer: pl.Trainer, model: Any, turn: Any) -> None:
+            if turn.round_idx == 1:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
 
-        remember(seeded(lit_mlp), data, max_epochs=2, callbacks=[SaveWithin()])
+        remember(seeded(lit_mlp), data, max_epochs=2, callbacks=[acting(on_client_end=save_within)])
         kept = lasting(torch.load(tmp_path / "within.ckpt", weights_only=True))[STORED]["entries"]
         assert [int(entry["turns"]) for entry in entries(kept).values()] == [1] * 5  # of the first round alone
         resumed = remember(seeded(lit_mlp), data, max_epochs=3, ckpt_path=tmp_path / "within.ckpt")
@@ -271,17 +270,6 @@ def first_layer_frozen() -> LitMLP:
     lit = LitMLP(momentum=0.0)
     lit.net[0].requires_grad_(False)
     return lit
-
-
-class Writes(pl.Callback):
-    """Writes a frozen weight before a round, past autograd's version counter."""
-
-    def __init__(self, round_idx: int) -> None:
-        self.round_idx = round_idx
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if trainer.current_epoch == self.round_idx:
-            pl_module.module.net[0].weight.data.mul_(0.5)
 
 
 def first_turns(fitted: Fitted) -> list[bool]:
@@ -341,7 +329,8 @@ def test_it_is_sent_again_until_an_update_comes_back(data: Any, fit: Fit) -> Non
 
 
 def test_what_a_callback_writes_travels_once_more_to_everybody(data: Any, fit: Fit) -> None:
-    fitted = fit(seeded(first_layer_frozen), data, clients_per_round=12, max_epochs=4, callbacks=[Writes(2)])
+    writes = halving_first_weight(round_idx=2)
+    fitted = fit(seeded(first_layer_frozen), data, clients_per_round=12, max_epochs=4, callbacks=[writes])
     sent = [{row.frozen_bytes for row in fitted.ledger.rows if row.round_idx == t} for t in range(4)]
     assert sent == [{BASE}, {0}, {4 * 6 * 12}, {0}]  # the bias was not written
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from federation import Fit, said_during, seeded
+from observed_runs import in_round
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from toy_models import LitNet, variant
@@ -171,13 +172,8 @@ def test_a_layer_that_no_client_trains_is_named_once(num_rounds: int, last: int,
     assert "SpectralSharding(exclude=[...])" in said
 
 
-class KeepOf(ls.RoundCallback):
-    def __init__(self, path: Path, round_idx: int) -> None:
-        self.path, self.round_idx = path, round_idx
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == self.round_idx:
-            trainer.save_checkpoint(self.path)
+def saving(path: Path, round_idx: int) -> ls.RoundCallback:
+    return in_round(round_idx, on_train_epoch_end=lambda trainer, model: trainer.save_checkpoint(path))
 
 
 @pytest.mark.sampled(1)
@@ -186,14 +182,14 @@ def test_a_resumed_run_knows_who_had_a_gradient_before(saved: int, lit_mlp: Any,
     """After the checkpoint no client uses the first two layers; the last is used then, or the first rounds are over."""
     path = tmp_path / "saved.ckpt"
     first = with_experts(lit_mlp, but_the_last)
-    assert len(said_during(lambda: fit_one(first, max_epochs=saved + 1, callbacks=[KeepOf(path, saved)]))) == 1
+    assert len(said_during(lambda: fit_one(first, max_epochs=saved + 1, callbacks=[saving(path, saved)]))) == 1
     again = with_experts(lit_mlp, lambda lit, label: [2])
     assert said_during(lambda: fit_one(again, max_epochs=WATCHED_ROUNDS + 1, ckpt_path=path)) == []
 
 
 def test_a_resumed_run_still_names_a_layer_that_nobody_trains(lit_mlp: Any, fit_one: Any, tmp_path: Path) -> None:
     path, lit = tmp_path / "saved.ckpt", partial(with_experts, lit_mlp, but_the_last)
-    said_during(lambda: fit_one(lit(), max_epochs=3, callbacks=[KeepOf(path, 2)]))
+    said_during(lambda: fit_one(lit(), max_epochs=3, callbacks=[saving(path, 2)]))
     (said,) = said_during(lambda: fit_one(lit(), max_epochs=WATCHED_ROUNDS, ckpt_path=path))
     assert "layers: experts.2." in said
 
@@ -246,28 +242,26 @@ def test_initial_weights_are_named(algorithm: Any, layer: int, lit: Any, data: A
         fit(lit, data, algorithm=algorithm)
 
 
+def failing_step(batch: Any, batch_idx: int) -> Any:
+    raise FloatingPointError("NaN in the logits")
+
+
 @pytest.mark.parametrize("faults", [ls.Faults(), TOLERANT], ids=["raise", "leave out"])
 def test_a_step_that_fails_on_such_weights_is_not_the_clients_fault(
     faults: ls.Faults, lit: Any, data: Any, fit: Fit
 ) -> None:
-    def step(batch: Any, batch_idx: int) -> Any:
-        raise FloatingPointError("NaN in the logits")
-
     nn.init.constant_(lit.net[0].bias, math.nan)
-    lit.training_step = step
+    lit.training_step = failing_step
     with pytest.raises(ls.errors.RoundError, match=r"Round 0: the server's weights .* 'net.0.bias'") as caught:
         fit(lit, data, faults=faults)
     assert isinstance(caught.value.__cause__, FloatingPointError)
 
 
 def test_a_client_is_still_to_blame_where_the_server_is_fine(lit: Any, data: Any, fit: Fit) -> None:
-    def step(batch: Any, batch_idx: int) -> Any:
-        raise FloatingPointError("its own")
-
     lit.register_buffer("mask", torch.full((3,), -math.inf))
     lit.frozen_mask = nn.Parameter(torch.full((3,), -math.inf), requires_grad=False)
-    lit.training_step = step
-    with pytest.raises(ls.ClientError, match=r"Round 0, client \d+, local training: FloatingPointError: its own"):
+    lit.training_step = failing_step
+    with pytest.raises(ls.ClientError, match=r"Round 0, client \d+, local training: FloatingPointError: NaN in"):
         fit(lit, data)
 
 

@@ -13,6 +13,7 @@ import torch
 from bare_engine import bare_engine
 from federation import Fit, Fitted, same_state, seeded
 from mixed_federation import EVERY_SYSTEM
+from observed_runs import halving_first_weight
 from other_process import (
     LitFails,
     LitFrozen,
@@ -407,18 +408,11 @@ def test_other_executors_give_the_same_bits(name: str, fit_as: FitAs) -> None:
     assert (executor.num_calls, executor.num_lost) == (3, 3)  # a call for each round; 12 of 15 uploads arrived
 
 
-class WritesFrozenWeight(pl.Callback):
-    """Writes before round 1, so that the weight the other process was given at the start is out of date."""
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if trainer.current_epoch == 1:
-            pl_module.module.net[0].weight.data.mul_(0.5)
-
-
 @pytest.mark.filterwarnings("ignore:.*without an optimizer")  # what clients write is meant to be lost
 def test_a_device_keeps_the_frozen_base_that_is_not_sent_again(fit_as: FitAs) -> None:
+    """From round 1 on, the weight that the other process was given at the start is out of date."""
     ours, theirs = (
-        fit_as(federated, SYSTEMS["spectral"], LitFrozen, [WritesFrozenWeight()])
+        fit_as(federated, SYSTEMS["spectral"], LitFrozen, [halving_first_weight(round_idx=1)])
         for federated in (Elsewhere, ls.FederatedModule)
     )
     assert same_state(ours.tensors, theirs.tensors)

@@ -195,7 +195,6 @@ def test_the_error_lists_the_clients_and_what_happened(client_ids: list[int], na
     "algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5, spectral_start=None)], ids=["FedAvg", "spectral"]
 )
 @pytest.mark.parametrize("reason", POLICIES)
-@pytest.mark.filterwarnings("ignore:Round . client . is left out:lightning_spectral.SpectralWarning")
 @pytest.mark.filterwarnings("ignore:Round .. client . is left out:lightning_spectral.SpectralWarning")
 def test_a_round_without_survivors_changes_nothing_and_warns(
     reason: ExclusionReason, algorithm: Any, fit_with: FitWith

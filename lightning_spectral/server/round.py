@@ -26,7 +26,6 @@ from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries
 from lightning_spectral.protocol.records import (
     EXPLANATIONS,
-    STAGES,
     ClientOutcome,
     Download,
     ExclusionReason,
@@ -350,15 +349,14 @@ class OpenRound:
                 self.fallen[unit.key] = Upload(unit, {}, left_out=why.reason, failure=failure)
         return common, receipt
 
-    def arrive(self, arrival: Arrival, past: ServerEnd | None = None) -> Arrival:
-        """Pass an update through the filters, or those past one of them, and add it unless one holds it back.
+    def arrive(self, arrival: Arrival, ends: Iterable[ServerEnd]) -> Arrival:
+        """Pass an update through some of the filters, and add it unless one holds it back.
 
         Raises:
             Unusable: If it must be left out; no part of it has been added then.
             SummandError: If what is computed from it cannot be summed, likewise.
         """
-        inward = self.engine.inward
-        for end in inward if past is None else inward[inward.index(past) + 1 :]:
+        for end in ends:
             arrival = end.arrive(arrival)
             if arrival.is_held:
                 return arrival
@@ -506,7 +504,7 @@ class OpenRound:
         if any(failures):
             check_weights(self.engine.server, self.round_idx, self.failure)
         raise_everywhere(failures, self.failure, ClientError)
-        self.clock.seconds = {stage: max(seconds[stage] for _, _, seconds in gathered) for stage in STAGES}
+        self.clock.seconds = {stage: max(seconds[stage] for _, _, seconds in gathered) for stage in self.clock.seconds}
         by_key = {outcome.unit.key: outcome for _, outcomes, _ in gathered for outcome in outcomes}
         if missing := [named(unit) for unit in self.units if unit.key not in by_key]:
             raise RoundError(
@@ -532,16 +530,16 @@ class OpenRound:
     def add_up(self, processes: Peers) -> None:
         """Give every process what all of them have: all call this together."""
         failure: RoundError | None = None
-        for end in self.engine.inward:
+        for place, end in enumerate(inward := self.engine.inward):
             for arrival in end.gather(processes):
                 try:
-                    self.arrive(arrival, past=end)
+                    self.arrive(arrival, inward[place + 1 :])
                 except (OverflowError, Unusable) as error:  # too late to leave it out, and too early to raise it
                     which = f"{named(arrival.receipt.unit)}, which {type(end).__name__} has let pass"
                     failure = RoundError(f"Round {self.round_idx}, {which}: {error}; lower the learning rate.")
         if failure is not None and processes.size == 1:
             raise failure
-        if self.engine.inward:
+        if inward:
             raise_everywhere(processes.gather(None if failure is None else str(failure)), failure, RoundError)
         if processes.size > 1 and not self.engine.is_private:  # which has added up with noise
             add_up(processes, self.algorithm_round.sums)  # a round without `sums` is played in a single process
@@ -676,7 +674,7 @@ class Turn:
         """Add an upload, or say why it cannot be summed; in that case no part of it has been added."""
         assert self.download is not None, "a client that was sent nothing returns nothing"
         try:
-            arrival = self.round.arrive(Arrival(self.receipt, self.download, upload))
+            arrival = self.round.arrive(Arrival(self.receipt, self.download, upload), self.round.engine.inward)
         except Unusable as why:
             return why.reason, str(why)
         except SummandError as error:

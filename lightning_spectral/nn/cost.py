@@ -289,16 +289,13 @@ def count_pass(module: nn.Module, example_input: Example) -> Cost:
     """
     leaves = (leaf if isinstance(leaf, PackedSequence) else (leaf,) for leaf in tree_leaves(example_input))
     others = storages([*module.parameters(), *module.buffers(), *chain.from_iterable(leaves)])
-    saved: dict[int, torch.UntypedStorage] = {}  # held, so that their memory is not used again during the pass
-    kept_values = kept_bytes = 0
+    # with the bytes of a value; held, so that their memory is not used again during the pass
+    saved: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal kept_values, kept_bytes
         for address, storage in storages([tensor]).items():
-            if address not in others and address not in saved:
-                saved[address] = storage
-                kept_bytes += storage.nbytes()
-                kept_values += storage.nbytes() // tensor.element_size()
+            if address not in others:
+                saved.setdefault(address, (storage, tensor.itemsize))
         return tensor
 
     counter = FlopCounterMode(display=False, custom_mapping=dict(_UNKNOWN_TO_TORCH))
@@ -323,6 +320,8 @@ def count_pass(module: nn.Module, example_input: Example) -> Cost:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         stack.enter_context(counter)
         run_example(module, example_input)
+    kept = [(storage.nbytes(), itemsize) for storage, itemsize in saved.values()]
+    kept_values, kept_bytes = sum(size // itemsize for size, itemsize in kept), sum(size for size, _ in kept)
     return Cost(macs=macs(), kept_values=kept_values, kept_bytes=kept_bytes)
 
 

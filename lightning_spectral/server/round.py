@@ -310,7 +310,6 @@ class OpenRound:
         self.gathered: tuple[ClientOutcome, ...] = ()
         self.failure: Exception | None = None
         self.fallen: dict[Key, Upload] = {}
-        self._options = engine.options()
         with self.clock.measure("refresh"), suspecting_weights(engine.server, round_idx):
             cohort = self.cohort = self._cohort()
             self.algorithm_round: Round = engine.half.open(cohort)
@@ -326,7 +325,7 @@ class OpenRound:
             groups[engine.clients.capacity_of(unit.client_id)].append(unit)
         units = {keep_ratio: tuple(group) for keep_ratio, group in groups.items()}
         shares = {key: size / max(engine.clients.num_examples, 1) for key, size in self.num_examples.items()}
-        known = engine.processes, engine.store, engine.absolute, shares, self._options
+        known = engine.processes, engine.store, engine.absolute, shares, engine.options()
         return Cohort(engine.seed, self.round_idx, units, *known)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
@@ -338,7 +337,7 @@ class OpenRound:
             download,
             round_idx=self.round_idx,
             **engine.length_of(unit.client_id),
-            options=self._options,
+            options=self.cohort.options,
             seed=engine.seed,
         )
         for end in engine.filters.values():

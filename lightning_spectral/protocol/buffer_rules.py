@@ -68,8 +68,6 @@ class BufferRules:
             >>> buffer_rules(module).averaged(dict(module.named_buffers()))
             {'mask': tensor([0.5000, 0.0000])}
         """
-        if not self.limits:
-            return tensors
         kept = {name: tensor for name, tensor in tensors.items() if name in self.mean or name not in self.limits}
         for name in self.limits.keys() & kept.keys():
             signs = self.limits[name]

@@ -150,8 +150,6 @@ class Download:
     @property
     def travelling(self) -> Tensors:
         """The tensors that are sent: all except those that the client already has."""
-        if not self.held:
-            return self.tensors
         return {name: tensor for name, tensor in self.tensors.items() if name not in self.held}
 
     @property

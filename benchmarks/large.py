@@ -12,12 +12,14 @@ in the last column: it includes what the allocator has not given back, but nothi
 import argparse
 import json
 import logging
+import math
 import re
 import resource
 import subprocess
 import sys
 import warnings
 from collections import defaultdict
+from itertools import accumulate
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,13 +51,16 @@ class Watermarks(Profiler):
     def __init__(self, live: LiveBytes) -> None:
         super().__init__()
         self.live, self.most = live, defaultdict[str, int](int)
+        self._now = self._num_events = 0  # bytes that are alive, and all events so far, when last looked at
         self.is_first = True
         self._open: list[str] = []
 
     def note(self) -> None:
         stage = "first" if self.is_first else self._open[-1] if self._open else "between"
-        self.most[stage] = max(self.most[stage], self.live.most)
-        self.live.most = self.live.now
+        events = self.live.events[self._num_events :]
+        alive = list(accumulate(map(math.prod, events), initial=self._now))
+        self.most[stage] = max(self.most[stage], max(alive))
+        self._now, self._num_events = alive[-1], self._num_events + len(events)
 
     def start(self, action_name: str) -> None:
         if found := STAGE.match(action_name):

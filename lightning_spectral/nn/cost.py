@@ -362,8 +362,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     before. Works on any device.
 
     Attributes:
-        now: Bytes that are alive.
-        most: The most that were alive at once.
         events: The size of each tensor when it was made, bytes of an entry first, and when it was freed, minus those.
 
     Example:
@@ -371,13 +369,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ...     x = torch.ones(4)
         ...     y = x[:2] + 1  # the view is no memory of its own
         ...     del x
-        >>> live.now, live.most, live.events
-        (8, 24, [(4, 4), (4, 2), (-4, 4)])
+        >>> live.events
+        [(4, 4), (4, 2), (-4, 4)]
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
         self.events: list[tuple[int, ...]] = []
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # with the place of its event
 
@@ -398,10 +395,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key not in given:
                 size = sizes[key] if math.prod(sizes[key]) == storage.nbytes() else (1, storage.nbytes())
                 # torch keeps the object for as long as the memory
-                freed = partial(self._free, key, storage.nbytes(), (-size[0], *size[1:]))
+                freed = partial(self._free, key, (-size[0], *size[1:]))
                 self._alive[key] = weakref.ref(storage, freed), len(self.events)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
                 self.events.append(size)
         return result
 
@@ -411,7 +406,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         others = [event for place, event in enumerate(self.events) if place not in places]
         return [*map(self.events.__getitem__, places), *others]
 
-    def _free(self, key: int, size: int, event: tuple[int, ...], _: object) -> None:
+    def _free(self, key: int, event: tuple[int, ...], _: object) -> None:
         del self._alive[key]
-        self.now -= size
         self.events.append(event)

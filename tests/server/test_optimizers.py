@@ -129,27 +129,19 @@ class TestResume:
         check_resumes(fit, lit_mlp, data, tmp_path, server_optimizer=choice, local_hooks=hooks)
 
     @pytest.mark.parametrize(
-        ("then", "now", "named"),
+        ("option", "then", "now", "named"),
         [
-            (
-                {"server_optimizer": ls.FedAdam(lr=0.1)},
-                {"server_optimizer": ls.FedAdam(lr=0.2)},
-                "server_optimizer: 'FedAdam.lr=0.1, .* in the checkpoint, 'FedAdam.lr=0.2",
-            ),
-            ({}, {"server_optimizer": ls.FedAvgM()}, "server_optimizer: 'None' in the checkpoint, 'FedAvgM"),
-            (
-                {"local_hooks": [ls.ProximalTerm(0.1)]},
-                {"local_hooks": [ls.ProximalTerm(0.2)]},
-                "local_hooks: '.ProximalTerm.mu=0.1",
-            ),
+            ("server_optimizer", ls.FedAdam(lr=0.1), ls.FedAdam(lr=0.2), "'FedAdam.lr=0.1, .* 'FedAdam.lr=0.2"),
+            ("server_optimizer", None, ls.FedAvgM(), "'None' in the checkpoint, 'FedAvgM"),
+            ("local_hooks", [ls.ProximalTerm(0.1)], [ls.ProximalTerm(0.2)], "'.ProximalTerm.mu=0.1"),
         ],
     )
     def test_other_settings_are_refused(
-        self, then: Any, now: Any, named: str, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
+        self, option: str, then: Any, now: Any, named: str, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
     ) -> None:
-        fit(seeded(lit_mlp), data, **then).trainer.save_checkpoint(tmp_path / "1.ckpt")
-        with pytest.raises(ValueError, match=f"another configuration(.|\n)*{named}"):
-            fit(seeded(lit_mlp), data, max_epochs=2, ckpt_path=tmp_path / "1.ckpt", **now)
+        fit(seeded(lit_mlp), data, **{option: then}).trainer.save_checkpoint(tmp_path / "1.ckpt")
+        with pytest.raises(ValueError, match=f"another configuration(.|\n)*{option}: {named}"):
+            fit(seeded(lit_mlp), data, max_epochs=2, ckpt_path=tmp_path / "1.ckpt", **{option: now})
 
     def test_functions_are_not_compared(self, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
         first = fit(seeded(lit_mlp), data, server_optimizer=lambda p: torch.optim.SGD(p, lr=1.0))

@@ -54,7 +54,8 @@ def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...
     with trying(module):
         module.eval()
         for name, layer in module.named_modules():
-            layer.register_forward_pre_hook(lambda layer, inputs, name=name: called.setdefault(name))
+            names = (name, join(name, "out_proj")) if isinstance(layer, nn.MultiheadAttention) else (name,)
+            layer.register_forward_pre_hook(lambda *_, names=names: called.update(dict.fromkeys(names)))
         example = as_input(module, example_input)
         try:
             run_example(module, example)
@@ -67,10 +68,7 @@ def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...
                 "module's `example_input_array`, as `forward` takes it: one batch, a tuple of its arguments, or a "
                 "dictionary of them."
             ) from error
-    attentions = {name for name, layer in module.named_modules() if isinstance(layer, nn.MultiheadAttention)}
-    return tuple(
-        entry for name in called for entry in ((name, join(name, "out_proj")) if name in attentions else (name,))
-    )
+    return tuple(called)
 
 
 def run_example(module: nn.Module, example_input: Example) -> Any:

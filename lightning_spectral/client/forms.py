@@ -23,7 +23,7 @@ TakeForm = Callable[[nn.Module, float], object]
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """What differs in a dictionary, such as a layer's parameters or hooks: entries that are new, others, or gone."""
+    """What differs in a dictionary, such as a layer's attributes or hooks: entries that are new, others, or gone."""
 
     mapping: dict[Any, Any]
     first: Mapping[Any, Any]  # new ones before all others
@@ -45,8 +45,8 @@ class Form:
     What is not among them is the server's, and is shared: its attributes, and hooks that are added later.
 
     Attributes:
-        parts: For each part that differs, its class, its new attributes and the names of those that it lacks.
-        entries: The dictionaries that differ.
+        classes: The parts of another class, with it.
+        entries: The dictionaries that differ, also of attributes.
         gradients: The server's tensors that need a gradient only here, or only there.
         server: The server's parameters, by name.
         replaced: The server's parameters that a client does not have, by name.
@@ -54,7 +54,7 @@ class Form:
         kept: The state of what only a client has, its tensors' flags among it.
     """
 
-    parts: Sequence[tuple[nn.Module, type, Mapping[str, Any], Collection[str]]]
+    classes: Sequence[tuple[Any, type]]
     entries: Sequence[Entries]
     gradients: Sequence[tuple[Tensor, bool]]
     server: Mapping[str, Tensor]
@@ -64,12 +64,8 @@ class Form:
 
     def apply(self) -> None:
         """Turn the server into the client, except for the values of tensors."""
-        for part, kind, attributes, missing in self.parts:
+        for part, kind in self.classes:
             part.__class__ = kind
-            own = vars(part)
-            for name in missing:
-                own.pop(name, None)
-            own.update(attributes)
         for entries in self.entries:
             entries.apply()
         for tensor, needs_gradient in self.gradients:
@@ -185,18 +181,12 @@ class Forms:
         self.take_form(self.module, capacity)
         mine = named_state(self.module)
         left = {id(tensor) for tensor in mine.values()}
-        parts: list[tuple[nn.Module, type, dict[str, Any], list[str]]] = []
-        for part, kind, now, before in kept.parts:
-            changed = {name: value for name, value in now.items() if name not in before or before[name] is not value}
-            missing = [name for name in before if name not in now]
-            if type(part) is not kind or changed or missing:
-                parts.append((part, type(part), changed, missing))
+        classes = [(part, type(part)) for part, kind in kept.classes if type(part) is not kind]
         entries = [own for mapping, before in kept.mappings() if (own := _entry_change(mapping, before)) is not None]
         flags = [(t, t.requires_grad) for t, needed in kept.needed_gradients if t.requires_grad != needed]
-        new = [value for _, _, changed, _ in parts for value in changed.values()]
-        new += [value for own in entries for found in (own.first, own.changed, own.last) for value in found.values()]
+        new = [value for own in entries for found in (own.first, own.changed, own.last) for value in found.values()]
         form = Form(
-            parts,
+            classes,
             entries,
             flags,
             server,

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, d
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from operator import is_
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -125,8 +125,8 @@ class KeptState:
         self._module = module
         self._package = package_of(module)
         self.tensors = list(named_state(module).values())
-        self.parts: list[tuple[Any, type, dict[str, Any], dict[str, Any]]] = []
-        self._contents: list[tuple[Any, Any]] = []  # of containers
+        self.classes: list[tuple[Any, type]] = []  # of what has attributes
+        self._contents: list[tuple[Any, Any]] = []  # of containers, and of the dictionaries of attributes
         self._empty: list[Any] = []  # most are: a dozen for the hooks of each part
         self._slots: list[tuple[Any, dict[str, Any]]] = []
         self._values: list[Keep] = []
@@ -142,12 +142,10 @@ class KeptState:
 
         If it has not, another one has to be made.
         """
-        for part, kind, now, before in self.parts:
-            if type(part) is not kind or not _same_entries(now, before):
-                return False
-        if any(self._empty) or not all(_same_content(now, before) for now, before in self._contents):
+        if any(self._empty) or any(type(part) is not kind for part, kind in self.classes):
             return False
-        if not all(_same_entries(dict(_slots_of(value)), before) for value, before in self._slots):
+        contents = chain(self._contents, ((dict(_slots_of(value)), before) for value, before in self._slots))
+        if not all(_same_content(now, before) for now, before in contents):
             return False
         self._keep_values()
         return True
@@ -165,18 +163,15 @@ class KeptState:
         return tuple(path for path, part in all_parts({"": self._module}) if id(part) in large)
 
     def mappings(self) -> Iterator[tuple[Any, dict[Any, Any]]]:
-        """The dictionaries, each with what it held."""
+        """The dictionaries, also of attributes, each with what it held."""
         contents = [*self._contents, *((container, {}) for container in self._empty)]
         return ((container, before) for container, before in contents if isinstance(container, dict))
 
     def restore(self) -> None:
         """Put everything back."""
-        for part, kind, now, before in self.parts:
+        for part, kind in self.classes:
             if type(part) is not kind:
                 part.__class__ = kind
-            if now.keys() != before.keys():
-                now.clear()
-            now.update(before)
         for container in self._empty:
             if container:
                 container.clear()
@@ -204,8 +199,6 @@ class KeptState:
 
         Also of keys, such as the parameters that an optimizer has a state of. Objects are not made anew: a tuple stays.
         """
-        for _, _, now, before in self.parts:
-            now.update({name: new(value) for name, value in before.items()})
         for container, content in self._contents:
             if isinstance(container, dict):
                 _refill(container, {new(key): new(value) for key, value in content.items()})
@@ -259,9 +252,9 @@ class KeptState:
             rest.extend(container.values() if is_mapping else container)
 
     def _keep_attributes(self, holder: Any, kind: type, rest: list[Any]) -> None:
-        own = vars(holder)
-        before = own.copy()
-        self.parts.append((holder, kind, own, before))
+        before = vars(holder).copy()
+        self.classes.append((holder, kind))
+        self._contents.append((vars(holder), before))
         rest.extend(value for name, value in before.items() if name not in BACK)
 
     def _keep_values_of(self, array: Any, keep: Callable[[Any], Restore]) -> None:
@@ -420,14 +413,11 @@ def _digest(array: Any) -> str:
     return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()
 
 
-def _same_entries(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    """Whether two dictionaries have the same objects under the same keys, in the same order."""
-    return len(now) == len(before) and all(map(is_, now.values(), before.values())) and all(map(is_, now, before))
-
-
 def _same_content(now: Any, before: Any) -> bool:
+    """Whether a container has the same objects as before in the same order, and in a dictionary the same keys."""
     if isinstance(now, dict):
-        return _same_entries(now, before)
+        same = len(now) == len(before) and all(map(is_, now.values(), before.values()))
+        return same and all(map(is_, now, before))
     if isinstance(now, set | bytearray):
         return bool(now == before)
     return len(now) == len(before) and all(map(is_, now, before))

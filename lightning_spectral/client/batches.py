@@ -17,30 +17,60 @@ Collate = Callable[[list[Any]], Any]
 Task = tuple[int, list[int]]  # a seed, and the examples of a batch
 
 
-class WorkerBatches:
-    """Loads batches of a data set, in this process or in workers, always with the same result.
+@dataclass(eq=False)
+class BatchSource:
+    """Batches of chosen examples of a data set, always the same ones, whoever loads them.
 
-    Everything that examples and collation draw from the global generators, e.g. for augmentation, is seeded batch by
-    batch, so it depends neither on the number of workers nor on earlier batches. Workers run until `close`.
+    Data held in tensors (a `torch.utils.data.TensorDataset`, or a `Subset` of one) is indexed directly: no
+    DataLoader, no collation. Other data is loaded in this process, or in workers, which live until `close`. Everything
+    that examples and collation draw from the global generators, e.g. for augmentation, is seeded batch by batch, so it
+    depends neither on the number of workers nor on earlier batches.
 
     Example:
-        >>> batches = WorkerBatches([10, 11, 12, 13])
-        >>> [batch.tolist() for batch in batches.load([(0, [3, 1]), (1, [2])])]
+        >>> source = BatchSource([10, 11, 12, 13])
+        >>> [batch.tolist() for batch in source.load([(0, [3, 1]), (1, [2])])]
         [[13, 11], [12]]
     """
 
-    def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None = None, num_workers: int = 0) -> None:
-        self._examples = _SeededExamples(dataset, collate_fn or default_collate)
-        self._num_workers = num_workers
+    dataset: Dataset[Any]
+    collate_fn: Collate | None = None
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        self._examples = _SeededExamples(self.dataset, self.collate_fn or default_collate)
         self._tasks: list[Task] = []  # of the workers, which stay alive when it is replaced
         self._loader: DataLoader[Any] | None = None
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether batches come from indexing tensors."""
+        return self._tensors is not None
+
+    @cached_property
+    def _tensors(self) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+        return _in_memory(self.dataset) if self.collate_fn is None else None
+
+    def batches(self, index_batches: Sequence[Tensor], seed: int = 0, ids: tuple[int | str, ...] = ()) -> Iterator[Any]:
+        """Yield one batch for each tensor of example indices.
+
+        Args:
+            index_batches: The examples of each batch, in order.
+            seed: The run's seed.
+            ids: Identify the client's batches; with ``seed``, they determine every random draw of the examples.
+        """
+        if self._tensors is not None:
+            tensors, subset = self._tensors
+            chosen = index_batches if subset is None else [subset[indices] for indices in index_batches]
+            return ([tensor[indices] for tensor in tensors] for indices in chosen)
+        seeds = (derived_seed(seed, "examples", *ids, batch_idx) for batch_idx in range(len(index_batches)))
+        return self.load(list(zip(seeds, (one.tolist() for one in index_batches), strict=True)))
 
     def load(self, tasks: Sequence[Task]) -> Iterator[Any]:
         """One batch for each task, in order. With workers, finish or drop one iterator before asking for another.
 
         After an error, which may mean that a worker has died, other workers load what is asked for next.
         """
-        if self._num_workers == 0:
+        if self.num_workers == 0:
             yield from map(self._examples.__getitems__, tasks)
             return
         self._tasks[:] = tasks
@@ -61,7 +91,7 @@ class WorkerBatches:
             self._examples,
             batch_sampler=self._tasks,  # type: ignore[arg-type]
             collate_fn=unchanged,
-            num_workers=self._num_workers,
+            num_workers=self.num_workers,
             persistent_workers=True,
             generator=torch.Generator(),  # otherwise the loader draws an unused seed from the client's generator
         )
@@ -88,52 +118,6 @@ class _SeededExamples(Dataset[Any]):
 def unchanged(batch: Any, *_: Any) -> Any:
     """Return a batch as it is."""
     return batch
-
-
-@dataclass(frozen=True, eq=False)
-class BatchSource:
-    """Batches of chosen examples of a data set.
-
-    Data held in tensors (a `torch.utils.data.TensorDataset`, or a `Subset` of one) is indexed directly: no
-    DataLoader, no collation. For other data there may be worker processes, which live until `close`.
-    """
-
-    dataset: Dataset[Any]
-    collate_fn: Collate | None = None
-    num_workers: int = 0
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether batches come from indexing tensors."""
-        return self._tensors is not None
-
-    @cached_property
-    def _tensors(self) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-        return _in_memory(self.dataset) if self.collate_fn is None else None
-
-    @cached_property
-    def _worker_batches(self) -> WorkerBatches:
-        return WorkerBatches(self.dataset, self.collate_fn, self.num_workers)
-
-    def batches(self, index_batches: Sequence[Tensor], seed: int = 0, ids: tuple[int | str, ...] = ()) -> Iterator[Any]:
-        """Yield one batch for each tensor of example indices.
-
-        Args:
-            index_batches: The examples of each batch, in order.
-            seed: The run's seed.
-            ids: Identify the client's batches; with ``seed``, they determine every random draw of the examples.
-        """
-        if self._tensors is not None:
-            tensors, subset = self._tensors
-            chosen = index_batches if subset is None else [subset[indices] for indices in index_batches]
-            return ([tensor[indices] for tensor in tensors] for indices in chosen)
-        seeds = (derived_seed(seed, "examples", *ids, batch_idx) for batch_idx in range(len(index_batches)))
-        return self._worker_batches.load(list(zip(seeds, (one.tolist() for one in index_batches), strict=True)))
-
-    def close(self) -> None:
-        """Stop the worker processes, if there are any."""
-        if not self.is_in_memory:
-            self._worker_batches.close()
 
 
 def _in_memory(dataset: Dataset[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
@@ -173,7 +157,6 @@ class ClientData:
     def __post_init__(self) -> None:
         self.num_examples = examples_per_epoch(len(self.indices), self.batch_size, self.drop_last)
         self.num_batches = -(-self.num_examples // self.batch_size)
-        self._counted: tuple[Tensor, Tensor] | None = None
 
     @property
     def round_idx(self) -> int:
@@ -188,9 +171,8 @@ class ClientData:
         """The same classes, and the number of examples of each, int64."""
         if self.labels is None:
             raise ValueError("The classes of this client's examples are not known; give ClientData(..., labels=...).")
-        if self._counted is None:
-            self._counted = torch.unique(self.labels()[self.indices], return_counts=True)
-        return self._counted
+        counted: tuple[Tensor, Tensor] = torch.unique(self.labels()[self.indices], return_counts=True)
+        return counted
 
     def loader(self) -> DataLoader[Any]:
         """The client's examples in the order of the data set, in batches, for code that reads them besides training."""

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from toy_models import variant
 
-from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader, WorkerBatches
+from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ TASKS = [[(7, [3, 1]), (8, [2])], [(9, [0, 11, 5])], [(7, [3, 1])]]
 
 
 def load(num_workers: int) -> tuple[list[torch.Tensor], set[float]]:
-    batches = WorkerBatches(Noisy(), num_workers=num_workers)
+    batches = BatchSource(Noisy(), num_workers=num_workers)
     loaded = [batch for tasks in TASKS for batch in batches.load(tasks)]
     batches.close()
     return [batch[:, [0, 2, 3, 4]] for batch in loaded], {float(pid) for batch in loaded for pid in batch[:, 1]}
@@ -139,7 +139,7 @@ def test_workers_stay_from_client_to_client() -> None:
 
 
 def test_what_an_abandoned_client_had_asked_for_does_not_reach_the_next() -> None:
-    batches = WorkerBatches(Noisy(), num_workers=1)
+    batches = BatchSource(Noisy(), num_workers=1)
     next(batches.load([(i, [i]) for i in range(8)]))
     (batch,) = batches.load([(1, [9, 10])])
     assert batch[:, 0].tolist() == [9, 10]
@@ -147,7 +147,7 @@ def test_what_an_abandoned_client_had_asked_for_does_not_reach_the_next() -> Non
 
 
 def test_close_ends_the_workers_and_a_later_batch_starts_others() -> None:
-    batches = WorkerBatches(Noisy(), num_workers=1)
+    batches = BatchSource(Noisy(), num_workers=1)
     first, second = ([float(one[0, 1]) for one in batches.load([(0, [1])])] for _ in range(2))
     assert first == second
     batches.close()
@@ -158,7 +158,7 @@ def test_close_ends_the_workers_and_a_later_batch_starts_others() -> None:
 
 
 def test_collation_draws_from_the_seed_of_its_batch() -> None:
-    batches = WorkerBatches(Noisy(), collate_fn=lambda examples: float(torch.rand(())))
+    batches = BatchSource(Noisy(), collate_fn=lambda examples: float(torch.rand(())))
     state = torch.get_rng_state()
     first, second, again = batches.load([(0, [1]), (1, [1]), (0, [1])])
     assert first == again != second
@@ -167,7 +167,7 @@ def test_collation_draws_from_the_seed_of_its_batch() -> None:
 
 def test_a_data_set_that_loads_whole_batches_may() -> None:
     batched = variant(Noisy, __getitems__=lambda self, indices: [torch.tensor(-i) for i in indices])
-    (batch,) = WorkerBatches(batched()).load([(0, [4, 2])])
+    (batch,) = BatchSource(batched()).load([(0, [4, 2])])
     assert batch.tolist() == [-4, -2]
 
 
@@ -193,10 +193,10 @@ class Deadly(Noisy):
 
 
 def test_a_worker_that_died_is_replaced_for_the_next_client() -> None:
-    batches = WorkerBatches(Deadly(), num_workers=1)
+    batches = BatchSource(Deadly(), num_workers=1)
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         list(batches.load([(0, [1]), (1, [3])]))
     (batch,) = batches.load([(7, [2])])
-    (alone,) = WorkerBatches(Deadly()).load([(7, [2])])
+    (alone,) = BatchSource(Deadly()).load([(7, [2])])
     assert torch.equal(batch[:, 2:], alone[:, 2:])
     batches.close()

@@ -597,15 +597,11 @@ def _during(
 def watching(parameters: Mapping[str, nn.Parameter]) -> Iterator[Collection[str]]:
     """Watch which parameters, each by its layer's name, get a gradient within the block; yields the names without."""
     unreached = dict.fromkeys(parameters)
-    handles = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: unreached.pop(name, None))  # type: ignore[no-untyped-call]
-        for name, parameter in parameters.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, parameter in parameters.items():
+            handle = parameter.register_post_accumulate_grad_hook(lambda _, name=name: unreached.pop(name, None))  # type: ignore[no-untyped-call]
+            hooks.enter_context(handle)
         yield unreached.keys()
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def check_not_reached(replaced: Mapping[str, Tensor]) -> None:

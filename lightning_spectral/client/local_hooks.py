@@ -23,7 +23,6 @@ from lightning_spectral.errors import warn
 
 BeforeStep = Callable[[], None]
 Change = Callable[[Tensor], Tensor]  # of logits
-Rows = Mapping[str, Tensor]
 
 
 class LocalHook:
@@ -57,7 +56,7 @@ class LocalHook:
         """
         return nullcontext()
 
-    def untrained_rows(self, module: nn.Module, data: ClientData) -> Rows:
+    def untrained_rows(self, module: nn.Module, data: ClientData) -> Mapping[str, Tensor]:
         """Return the rows of parameters that this client's loss does not reach; by default none.
 
         Called after the client has trained. An algorithm that averages each entry over the clients that trained it
@@ -215,7 +214,7 @@ class LogitsHook(LocalHook, ABC):
                 "once; compile the layers below the logits alone."
             )
         try:
-            largest = int(found.max()) if len(found := labels()) else -1
+            classes = labels()
         except ValueError as error:
             raise ValueError(
                 f"{hook} needs the class of every training example, FederatedDataModule(..., labels=...). {error} "
@@ -224,7 +223,7 @@ class LogitsHook(LocalHook, ABC):
         layer = layers[self.layer]
         num_outputs = getattr(layer, "out_features", getattr(layer, "out_channels", None))
         if num_outputs is not None:
-            self._check_outputs(num_outputs, largest)
+            self._check_outputs(num_outputs, classes)
 
     @contextmanager
     def while_training(self, module: nn.Module, data: ClientData) -> Iterator[None]:
@@ -232,31 +231,28 @@ class LogitsHook(LocalHook, ABC):
 
         def act(layer: nn.Module, inputs: Any, output: Any) -> Tensor | None:
             if not changes:
-                if not isinstance(output, Tensor) or output.ndim < 2:
-                    is_tensor = isinstance(output, Tensor)
+                is_tensor = isinstance(output, Tensor)
+                if not is_tensor or output.ndim < 2:
                     got = f"a tensor of shape {tuple(output.shape)}" if is_tensor else type(output).__name__
                     raise ValueError(
                         f"{hook} changes a tensor of logits, one for each class, and the output of {self.layer!r} is "
                         f"{got}; name the layer that makes the logits."
                     )
-                dim, classes = -1 if hasattr(layer, "out_features") else 1, data.classes()
-                self._check_outputs(output.shape[dim], int(classes.max()) if len(classes) else -1)
+                dim = -1 if hasattr(layer, "out_features") else 1
+                self._check_outputs(output.shape[dim], data.classes())
                 changes.append(self.changing(data, output, dim))
             return None if changes[0] is None else changes[0](output)
 
-        handle = module.get_submodule(self.layer).register_forward_hook(act)
-        try:
+        with module.get_submodule(self.layer).register_forward_hook(act):
             yield
-        finally:
-            handle.remove()
         if not changes:  # there was no forward pass
             warn(
                 f"{hook} has changed nothing: the layer {self.layer!r} was not called while a client "
                 "trained. Name the one that `training_step` calls."
             )
 
-    def _check_outputs(self, num_outputs: int, largest: int) -> None:
-        if largest < num_outputs:
+    def _check_outputs(self, num_outputs: int, classes: Tensor) -> None:
+        if len(classes) == 0 or (largest := int(classes.max())) < num_outputs:
             return
         start = f"{type(self).__name__}: the layer {self.layer!r} has"
         if num_outputs == 1:

@@ -245,8 +245,7 @@ def work_of(num_steps: int, options: Iterable[Iterable[Options]]) -> float:
 def _check_follows(optimizer: Optimizer, server: Mapping[int, str]) -> None:
     """Raise ``ValueError`` if an optimizer refers to the server's parameters besides its groups."""
     for one in family(optimizer):
-        roots = {name: value for name, value in vars(one).items() if name not in ("param_groups", "state", "step")}
-        for name, value in roots.items():
+        for name, value in vars(one).items():
             held = value if isinstance(value, list | tuple) else [value]
             if any(id(entry) in server for entry in held):
                 raise ValueError(

@@ -272,13 +272,13 @@ class Instructions:
 
     def load(self, client: nn.Module, download: Download) -> None:
         """Give a client the downloaded values, and then its own."""
-        self.side.load(client, _of_algorithm(download, self.ends))
+        self.side.load(client, self._of_algorithm(download))
         for name, end in reversed(list(self.ends.items())):
             end.enter(self._turn(name, client, download))
 
     def phases(self, client: nn.Module, download: Download) -> Sequence[StepActions]:
         """What to do in each local step, phase by phase; at least one."""
-        started = self.side.start(client, _of_algorithm(download, self.ends))
+        started = self.side.start(client, self._of_algorithm(download))
         phases: Sequence[StepActions] = started if isinstance(started, Sequence) else [started or StepActions()]
         for end in self.ends.values():
             phases = end.phases(client, phases)
@@ -286,7 +286,7 @@ class Instructions:
 
     def sized(self, client: nn.Module, download: Download) -> Upload:
         """An upload of the client as it is, with the names, types and shapes of tensors that a device sends."""
-        upload = self.side.collect(client, _of_algorithm(download, self.ends))
+        upload = self.side.collect(client, self._of_algorithm(download))
         for name, end in self.ends.items():
             upload = end.sized(self._turn(name, client, download), upload)
         return upload
@@ -308,7 +308,7 @@ class Instructions:
         if upload.left_out is not None:
             return upload, {}
         if self.side_keeps_state:
-            kept |= self.side.keep(client, _of_algorithm(download, self.ends), seen)
+            kept |= self.side.keep(client, self._of_algorithm(download), seen)
         return upload, kept
 
     def unpack(self, download: Download, upload: Upload) -> Upload:
@@ -321,10 +321,18 @@ class Instructions:
 
     def own_model(self, client_state: Tensors) -> dict[str, Tensor]:
         """The values of a client's own model that differ from the server's, given its state."""
-        own = dict(self.side.own_model(without_filters(client_state, self.ends)))
+        own = dict(self.side.own_model(self._without_filters(client_state)))
         for name, end in self.ends.items():
             own |= end.own_model(kept_by(name, client_state))
         return own
+
+    def _without_filters(self, client_state: Tensors) -> Tensors:
+        """What the algorithm alone has kept of a client."""
+        prefixes = tuple(_kept_name(name, "") for name in self.ends)
+        return {name: own for name, own in client_state.items() if not name.startswith(prefixes)}
+
+    def _of_algorithm(self, download: Download) -> Download:
+        return replace(download, client_state=self._without_filters(download.client_state))
 
     def _turn(self, name: str, client: nn.Module, download: Download, parties: Parties | None = None) -> DeviceTurn:
         return DeviceTurn(client, download, kept_by(name, download.client_state), parties or Parties())
@@ -338,19 +346,6 @@ def kept_by(filter_name: str, client_state: Tensors) -> dict[str, Tensor]:
     """What one filter has kept of a client, by its own names."""
     prefix = _kept_name(filter_name, "")
     return {name.removeprefix(prefix): own for name, own in client_state.items() if name.startswith(prefix)}
-
-
-def without_filters(client_state: Tensors, filters: Collection[str]) -> Tensors:
-    """What the algorithm has kept of a client."""
-    prefixes = tuple(_kept_name(name, "") for name in filters)
-    return {name: own for name, own in client_state.items() if not name.startswith(prefixes)}
-
-
-def _of_algorithm(download: Download, filters: Collection[str]) -> Download:
-    """A download with what the algorithm alone has kept of its client."""
-    if not filters or not download.client_state:
-        return download
-    return replace(download, client_state=without_filters(download.client_state, filters))
 
 
 @dataclass(eq=False, repr=False)
@@ -476,8 +471,7 @@ class Device:
             for optimizer in self.optimizers:
                 check_still_own(optimizer, module)
         if num_steps == 0 and trains:
-            before = {name: tensor for name, tensor in download.tensors.items() if name in own}
-            if not any(bool((own[name] != tensor).any()) for name, tensor in before.items()):
+            if not any(bool((own[name] != tensor).any()) for name, tensor in download.tensors.items() if name in own):
                 return download, Upload(download.unit, {}, loss=result.loss, left_out="no_update")
             num_steps = download.steps_in(data.num_batches)  # optimizers that step by other methods, as SAM does
         put_back = changed()  # before the algorithm clears away what it has set
@@ -485,10 +479,12 @@ class Device:
             upload = side.collect(module, download)
             logged = {**upload.logged, **self._recorder.finish_client()}
             rows = {name: own for hook in hooks for name, own in hook.untrained_rows(module, data).items()}
-            upload = replace(upload, num_steps=num_steps, loss=result.loss, loss_before=loss_before)
         sent, returned = download.tensors, upload.tensors
         return download, replace(
             upload,
+            num_steps=num_steps,
+            loss=result.loss,
+            loss_before=loss_before,
             logged=logged,
             untrained_rows=rows,
             unreached=tuple(unreached) if is_watched and num_steps > 0 else None,
@@ -535,16 +531,15 @@ class Device:
             local.start_client(options)
         self._recorder.start_client()
         phases = self.instructions.phases(self.module, download)
-        as_at_first = [local.as_now() for local in local_optimizers] if len(phases) > 1 else []
-        kept = KeptState(self.module) if len(phases) > 1 else None
-        needed = [p for p in self.module.parameters() if p.requires_grad] if len(phases) > 1 else []
+        rewind, needed = list[Callable[[], object]](), list[nn.Parameter]()
+        if len(phases) > 1:
+            kept = KeptState(self.module)
+            rewind = [kept.restore, partial(self._seed, download, kept), *(one.as_now() for one in local_optimizers)]
+            needed = [p for p in self.module.parameters() if p.requires_grad]
         first_epoch = 0
         for number, actions in enumerate(phases):
-            if number > 0 and kept is not None:
-                kept.restore()
-                self._seed(download, kept)
-            for put_back in as_at_first if number > 0 else ():
-                put_back()
+            for act in rewind if number > 0 else ():
+                act()
             if actions.prepare is not None:
                 actions.prepare()
             before_step = []

@@ -1,5 +1,6 @@
 """A module whose head masks by the classes of a client, by hand or not at all, and clients that lack some classes."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,8 +11,13 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.client import LocalHook
 from lightning_spectral.client.batches import BatchSource, ClientData
+from lightning_spectral.client.device import Device, Instructions
+from lightning_spectral.client.local_loop import LocalSettings
+from lightning_spectral.client.user_optimizer import options_of
+from lightning_spectral.protocol.records import Download, Upload
 
 # No client has class 4; client 3 has all others. Each client has three examples of each of its classes.
 OWN = ((0, 1), (1, 2), (3,), (0, 1, 2, 3))
@@ -90,6 +96,31 @@ def check_by_hand(fit: Fit, by_hand: type[LitHead], hook: LocalHook, **options: 
     assert same_state(ours.tensors, expected.tensors)
     assert ours.rows == expected.rows
     assert not same_state(ours.state, fit(seeded(LitHead), clients(), **options).state)
+
+
+def device_of(lit: pl.LightningModule, data: ls.FederatedDataModule, *hooks: LocalHook) -> Device:
+    """A device that trains all parameters of a module."""
+    names = tuple(name for name, _ in lit.named_parameters())
+    own: Any = lit.configure_optimizers()
+    return Device(lit, Instructions(DenseSide(names)), [own], data.client_data, LocalSettings(local_hooks=hooks))
+
+
+def turn(device: Device, asked: Download) -> Upload:
+    """What a device sends back of a client that begins with the module's weights."""
+    options = tuple(map(options_of, device.optimizers))
+    upload = device.run(replace(asked, tensors=dict(device.module.state_dict()), options=options))
+    assert upload.failure is None
+    return upload
+
+
+def train_by_hand(lit: Any, data: ls.FederatedDataModule, asked: Download, change: Any = lambda x: x) -> None:
+    """The same without the package's loop: batches, logits that are changed, loss, gradient, step."""
+    optimizer = lit.configure_optimizers()
+    for local_epoch in range(asked.local_epochs):
+        for (x, y), _ in data.client_data(asked).epoch(local_epoch):
+            optimizer.zero_grad()
+            F.cross_entropy(change(lit(x)), y).backward()
+            optimizer.step()
 
 
 def present(*classes: int) -> ClientData:

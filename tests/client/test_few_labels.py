@@ -7,25 +7,20 @@ import warnings
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from federation import Fit, same_state, seeded
-from masked_heads import ALGORITHMS, OWN, LitHead, check_by_hand, clients, present
+from masked_heads import ALGORITHMS, OWN, LitHead, check_by_hand, clients, device_of, present, train_by_hand, turn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from toy_models import toy_examples
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.fed_avg import DenseSide
-from lightning_spectral.client import CalibratedLogits, FixedBatchNorm, GradientClip, LocalHook
+from lightning_spectral.client import CalibratedLogits, FixedBatchNorm, GradientClip
 from lightning_spectral.client.batches import BatchSource, ClientData
-from lightning_spectral.client.device import Device, Instructions
-from lightning_spectral.client.local_loop import LocalSettings
-from lightning_spectral.client.user_optimizer import options_of
-from lightning_spectral.protocol.records import Download, Upload, WorkUnit
+from lightning_spectral.protocol.records import Download, WorkUnit
 
 
 @pytest.fixture
@@ -53,31 +48,16 @@ def test_a_round_is_that_of_a_module_that_shifts_by_hand(name: str, fit: Fit) ->
     check_by_hand(fit, LitShifted, CalibratedLogits(rounds=1), algorithm=algorithm)
 
 
-def turn(lit: pl.LightningModule, data: Any, hooks: list[LocalHook], round_idx: int, client: int = 0) -> Upload:
-    """What a device sends back."""
-    names = tuple(name for name, _ in lit.named_parameters())
-    own: Any = lit.configure_optimizers()
-    settings = LocalSettings(local_hooks=tuple(hooks))
-    device = Device(lit, Instructions(DenseSide(names)), [own], data.client_data, settings)
-    sent = Download(WorkUnit(client), 1.0, dict(lit.state_dict()), round_idx, options=(options_of(own),))
-    upload = device.run(sent)
-    assert upload.failure is None
-    return upload
-
-
 @pytest.mark.parametrize(("round_idx", "weight"), [(0, 1.0), (3, math.cos(0.15 * math.pi) ** 2), (5, 0.5), (10, 0.0)])
 def test_the_shift_falls_with_half_a_cosine(round_idx: int, weight: float) -> None:
     """After the last round the client trains to the bit as it would without the hook."""
     data, lit, hook = clients(), seeded(LitHead), CalibratedLogits(rounds=10)
-    ours = turn(seeded(LitHead), data, [hook], round_idx)
-    optimizer = lit.configure_optimizers()
-    for (x, y), _ in data.client_data(Download(WorkUnit(0), 1.0, {}, round_idx)).epoch(0):
-        optimizer.zero_grad()
-        F.cross_entropy(lit(x) + shift_by_hand([3, 3, 0, 0, 0], weight), y).backward()
-        optimizer.step()
+    asked = Download(WorkUnit(0), 1.0, {}, round_idx)
+    ours = turn(device_of(seeded(LitHead), data, hook), asked)
+    train_by_hand(lit, data, asked, lambda logits: logits + shift_by_hand([3, 3, 0, 0, 0], weight))
     # the weight of the shift is rounded once, and the shift once: differences of some 1e-8
     torch.testing.assert_close(dict(ours.tensors), dict(lit.state_dict()), rtol=0.0, atol=1e-6)
-    plain = turn(seeded(LitHead), data, [], round_idx)
+    plain = turn(device_of(seeded(LitHead), data), asked)
     assert same_state(dict(ours.tensors), dict(plain.tensors)) is (weight == 0.0)
 
 
@@ -91,15 +71,6 @@ def test_classes_are_where_a_layer_has_its_outputs(layer: Any) -> None:
     dim = 2 if isinstance(layer, nn.Linear) else 1
     added = np.moveaxis((shifted - layer(x)).detach().numpy(), dim, -1).reshape(-1, 3)
     assert added == pytest.approx(np.tile(shift_by_hand([2, 0, 1], 1.0).numpy(), (len(added), 1)), abs=1e-6)
-
-
-def test_evaluation_sees_the_logits_as_they_are(fit: Fit) -> None:
-    data = clients()
-    fitted = fit(seeded(LitHead), data, local_hooks=[CalibratedLogits(rounds=5)])
-    x, y = data.train.tensors
-    with torch.no_grad():
-        assert fitted.logged["val_loss"] == pytest.approx(float(F.cross_entropy(fitted.module(x), y)), rel=1e-6)
-    assert not any(layer._forward_hooks for layer in fitted.module.modules())
 
 
 class LitNorm(LitHead):
@@ -119,13 +90,10 @@ def test_fixed_layers_normalise_by_the_servers_averages(round_idx: int) -> None:
         return lit
 
     trained, lit = server(), server()
-    ours = turn(trained, data, [FixedBatchNorm(4)], round_idx, client=3)
+    asked = Download(WorkUnit(3), 1.0, {}, round_idx)
+    ours = turn(device_of(trained, data, FixedBatchNorm(4)), asked)
     lit.net[1].train(round_idx < 4)
-    optimizer = lit.configure_optimizers()
-    for (x, y), _ in data.client_data(Download(WorkUnit(3), 1.0, {}, round_idx)).epoch(0):
-        optimizer.zero_grad()
-        F.cross_entropy(lit(x), y).backward()
-        optimizer.step()
+    train_by_hand(lit, data, asked)
     assert same_state(dict(ours.tensors), {name: lit.state_dict()[name] for name in ours.tensors})
     assert bool((lit.net[1].running_mean == 0.5).all()) is (round_idx == 4)
     assert trained.net[1].training

@@ -11,17 +11,26 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, check_resumes, same_state, seeded
-from masked_heads import ALGORITHMS, OWN, LitHead, LitPresent, LitZeros, check_by_hand, clients, masked, present
+from masked_heads import (
+    ALGORITHMS,
+    OWN,
+    LitHead,
+    LitPresent,
+    LitZeros,
+    check_by_hand,
+    clients,
+    device_of,
+    masked,
+    present,
+    train_by_hand,
+    turn,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 from toy_models import step_by_hand
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.fed_avg import DenseSide
-from lightning_spectral.client.device import Device, Instructions
-from lightning_spectral.client.local_loop import LocalSettings
-from lightning_spectral.client.user_optimizer import options_of
 from lightning_spectral.protocol.records import Download, WorkUnit
 
 INF = math.inf
@@ -59,26 +68,14 @@ def test_minus_infinity_is_the_loss_of_the_present_classes_alone(fit: Fit) -> No
 def test_one_clients_steps_written_out() -> None:
     """Without the package's loop: batches, masked loss, gradient, step."""
     data, lit = clients(), seeded(LitHead)
-    names = tuple(name for name, _ in lit.named_parameters())
-    own = lit.configure_optimizers()
-    settings = LocalSettings(local_hooks=(ls.MaskedLogits(),))
-    device = Device(lit, Instructions(DenseSide(names)), [own], data.client_data, settings)
+    device = device_of(lit, data, ls.MaskedLogits())
     for client_id in (0, 3, 2):  # all train in the same memory in turn
-        sent = Download(WorkUnit(client_id), 1.0, dict(lit.state_dict()), options=(options_of(own),), local_epochs=2)
-        upload = device.run(sent)
-        net = seeded(LitHead)
-        optimizer = net.configure_optimizers()
-        for local_epoch in range(2):
-            for (x, y), _ in data.client_data(sent).epoch(local_epoch):
-                logits = net(x)
-                for c in set(range(5)) - set(OWN[client_id]):
-                    logits[:, c] = 0.0
-                optimizer.zero_grad()
-                F.cross_entropy(logits, y).backward()
-                optimizer.step()
-        assert upload.failure is None
+        asked = Download(WorkUnit(client_id), 1.0, {}, local_epochs=2)
+        upload = turn(device, asked)
+        net, absent = seeded(LitHead), sorted(set(range(5)) - set(OWN[client_id]))
+        mask = partial(torch.index_fill, dim=1, index=torch.tensor(absent), value=0.0)
+        train_by_hand(net, data, asked, mask)
         assert same_state(dict(upload.tensors), dict(net.state_dict()))
-        absent = sorted(set(range(5)) - set(OWN[client_id]))
         assert {name: rows.tolist() for name, rows in upload.untrained_rows.items()} == {
             "head.weight": absent,
             "head.bias": absent,
@@ -98,10 +95,11 @@ def test_clients_with_all_classes_train_as_without_the_hook(name: str, fit: Fit)
         assert ours.rows == plain.rows
 
 
-def test_evaluation_is_not_masked_and_nothing_stays_behind(fit: Fit) -> None:
+@pytest.mark.parametrize("hook", [ls.MaskedLogits(), ls.CalibratedLogits(rounds=5)])
+def test_evaluation_sees_the_logits_as_they_are_and_nothing_stays_behind(hook: Any, fit: Fit) -> None:
     data = clients(client_val_fraction=0.3)
     evaluation = ls.ClientEvaluation()
-    fitted = fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()], callbacks=[evaluation])
+    fitted = fit(seeded(LitHead), data, local_hooks=[hook], callbacks=[evaluation])
     x, y = data.train.tensors
     with torch.no_grad():
         assert fitted.logged["val_loss"] == pytest.approx(float(F.cross_entropy(fitted.module(x), y)), rel=1e-6)
@@ -141,7 +139,6 @@ class LitManual(LitHead):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.counts: list[int] = []
 
     def training_step(self, batch: Any) -> Tensor:
         COUNTS.append(len(self.head._forward_hooks))
@@ -226,6 +223,10 @@ def test_the_classes_are_those_after_the_target_transform(fit: Fit) -> None:
     assert torch.equal(stored_otherwise.labels, plain.labels + 1)  # the partition is that of what is stored
 
 
+def with_targets(target: Tensor) -> ls.FederatedDataModule:
+    return ls.FederatedDataModule(TensorDataset(torch.zeros(12, 7), target), ls.IIDPartitioner(4))
+
+
 @pytest.mark.parametrize(
     ("hook", "data", "message"),
     [
@@ -236,30 +237,20 @@ def test_the_classes_are_those_after_the_target_transform(fit: Fit) -> None:
             lambda: clients([(0, 5), (5,), (1,), (2,)]),
             r"the layer 'head' has 5 outputs, and there are examples of class 5; name the layer that makes the logits",
         ),
+        (
+            ls.MaskedLogits(),
+            lambda: ls.FederatedDataModule([{"x": torch.zeros(7), "y": 0}] * 12, ls.IIDPartitioner(4)),
+            r"MaskedLogits needs the class of .*labels=\.\.\.\)\. Examples of list must be",
+        ),
+        *(
+            (ls.MaskedLogits(), partial(with_targets, target), "must be one integer per example, .*several classes, or")
+            for target in (torch.rand(12), torch.rand(12, 5), torch.ones(12, 5).long(), torch.ones(12, 2, 2).long())
+        ),
     ],
 )
 def test_what_cannot_be_masked_is_refused_before_training(hook: Any, data: Any, message: str, fit: Fit) -> None:
     with pytest.raises(ValueError, match=message):
         fit(seeded(LitHead), data(), local_hooks=[hook])
-
-
-def test_examples_without_labels_are_refused_before_training(fit: Fit) -> None:
-    data = ls.FederatedDataModule([{"x": torch.zeros(7), "y": 0} for _ in range(12)], ls.IIDPartitioner(4))
-    with pytest.raises(
-        ValueError, match=r"MaskedLogits needs the class of .*labels=\.\.\.\)\. Examples of list must be"
-    ):
-        fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()])
-
-
-@pytest.mark.parametrize(
-    "target", [torch.rand(12), torch.rand(12, 5), torch.ones(12, 5).long(), torch.ones(12, 2, 2).long()]
-)
-def test_targets_that_are_no_single_class_are_refused_before_training(target: Tensor, fit: Fit) -> None:
-    data = ls.FederatedDataModule(TensorDataset(torch.zeros(12, 7), target), ls.IIDPartitioner(4))
-    with pytest.raises(
-        ValueError, match=r"must be one integer per example, .* where an example has several classes, or"
-    ):
-        fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_by_one import OneByOne
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from toy_models import variant
 
@@ -55,14 +56,7 @@ def test_what_is_left_out_changes_from_epoch_to_epoch(dataset: TensorDataset) ->
 
 
 def test_indexing_in_memory_gives_what_a_dataloader_gives(dataset: TensorDataset) -> None:
-    class Hidden(Dataset[Any]):
-        def __len__(self) -> int:
-            return len(dataset)
-
-        def __getitem__(self, index: int) -> Any:
-            return dataset[index]
-
-    fast, slow = client_data(dataset), client_data(Hidden())
+    fast, slow = client_data(dataset), client_data(OneByOne(dataset))
     for (ours, _), (theirs, _) in zip(fast.epoch(3), slow.epoch(3), strict=True):
         assert type(ours) is type(theirs)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

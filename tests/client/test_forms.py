@@ -4,7 +4,7 @@ import copy
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -234,11 +234,8 @@ def ignoring(client: Any) -> Any:
 
     @contextmanager
     def quietly(capacity: float) -> Iterator[Any]:
-        try:
-            with client(capacity) as module:
-                yield module
-        except (KeyError, KeyboardInterrupt):
-            pass
+        with suppress(KeyError, KeyboardInterrupt), client(capacity) as module:
+            yield module
 
     return quietly
 
@@ -268,12 +265,8 @@ class TestServer:
             assert everything(case) == before
         if turn == "a mess":  # or the test would show nothing
             mess_up(case.server)
-            assert [one == two for one, two in zip(everything(case), before, strict=True)] == [
-                False,
-                False,
-                True,
-                False,
-            ]
+            same = [one == two for one, two in zip(everything(case), before, strict=True)]
+            assert same == [False, False, True, False]
 
     def test_its_gradients_may_be_there_before_and_are_not_a_clients(self, name: str) -> None:
         case = Case(name)
@@ -704,24 +697,25 @@ class TestTurns:
         assert (server.steps, server[0].kept) == (3, [1])
 
     @pytest.mark.parametrize("take_form", [whole, with_own_biases])
-    @pytest.mark.parametrize("what", ["buffer", "parameter", "layer", "new buffer", "new layer"])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda server: setattr(server[1], "running_mean", torch.full((2,), 3.0)),
+            lambda server: setattr(server[0], "weight", nn.Parameter(torch.full((2, 2), 3.0))),
+            lambda server: server.__setitem__(0, nn.Linear(2, 2)),
+            lambda server: server[0].register_buffer("count", torch.zeros(1)),
+            lambda server: server.append(nn.Linear(2, 2)),
+        ],
+        ids=["buffer", "parameter", "layer", "new buffer", "new layer"],
+    )
     def test_tensors_that_the_server_gets_between_turns_are_not_written_by_clients(
-        self, what: str, take_form: Any
+        self, change: Any, take_form: Any
     ) -> None:
         server: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         forms = Forms(server, take_form)
         with forms.client(0.5):
             pass
-        if what == "buffer":
-            server[1].running_mean = torch.full((2,), 3.0)
-        elif what == "parameter":
-            server[0].weight = nn.Parameter(torch.full((2, 2), 3.0))
-        elif what == "layer":
-            server[0] = nn.Linear(2, 2)
-        elif what == "new buffer":
-            server[0].register_buffer("count", torch.zeros(1))
-        else:
-            server.append(nn.Linear(2, 2))
+        change(server)
         before = values(server)
         for _ in range(2):
             with forms.client(0.5) as client:

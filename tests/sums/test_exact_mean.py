@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -133,8 +134,10 @@ def test_largest_magnitude_of_not_a_number_is_not_a_number() -> None:
 Client = tuple[dict[str, Tensor], float]
 
 
-def mean_of(before: dict[str, Tensor], clients: list[Client], total: float, absolute: bool = False) -> MeanChange:
-    mean = MeanChange(before, total, absolute)
+def mean_of(
+    before: dict[str, Tensor], clients: list[Client], total: float, absolute: bool = False, **options: Any
+) -> MeanChange:
+    mean = MeanChange(before, total, absolute, **options)
     for after, weight in clients:
         mean.add(after, weight)
     return mean
@@ -506,10 +509,7 @@ def test_single_entries_are_the_means_of_their_holders(absolute: bool, far: floa
 
 def test_a_tensor_that_all_clients_hold_whole_has_the_bits_of_one_without_index() -> None:
     before, clients = spread_out(4)
-    indexed = MeanChange(before, 20.0, by_index={"w": 0})
-    for after, weight in clients:
-        indexed.add(after, weight)
-    assert bits(indexed) == bits(mean_of(before, clients, 20.0))
+    assert bits(mean_of(before, clients, 20.0, by_index={"w": 0})) == bits(mean_of(before, clients, 20.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

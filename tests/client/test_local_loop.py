@@ -22,7 +22,7 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.device import StepActions
-from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTask, Placement, Recorder
+from lightning_spectral.client.local_loop import LocalLoop, LocalResult, LocalSettings, LocalTask, Placement, Recorder
 from lightning_spectral.plugin.user_hooks import defines
 from lightning_spectral.protocol.records import Download, LoggedValue, WorkUnit
 
@@ -58,15 +58,17 @@ def client_data() -> ClientData:
     return ClientData(BatchSource(TensorDataset(x, 8 * x.sum(1))), torch.arange(20), batch_size=4, seed=0, ids=(0, 0))
 
 
-def trained(data: ClientData, scaler: GradScaler | None, skip: Collection[int] = ()) -> LitPlain:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module = LitPlain()
+def run(module: Any, data: ClientData, sent: Download = SENT, before_step: Any = ((),), **settings: Any) -> LocalResult:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    if skip:
-        step = module.training_step
-        module.training_step = lambda b, i: None if i in skip else step(b, i)  # type: ignore[method-assign]
-    LocalLoop(module, [optimizer], LocalSettings(Placement(scaler=scaler)))(LocalTask(SENT, data, Recorder(module)))
+    task = LocalTask(sent, data, Recorder(module), before_step=before_step)
+    return LocalLoop(module, [optimizer], LocalSettings(**settings))(task)
+
+
+def trained(data: ClientData, scaler: GradScaler | None, skip: Collection[int] = ()) -> Any:
+    module = seeded(LitPlain)
+    step = module.training_step
+    module.training_step = lambda b, i: None if i in skip else step(b, i)
+    run(module, data, placement=Placement(scaler=scaler))
     return module
 
 
@@ -92,7 +94,7 @@ def test_a_step_whose_gradients_overflow_is_skipped(client_data: ClientData) -> 
 def test_hooks_around_a_step_see_unscaled_gradients(client_data: ClientData) -> None:
     seen: list[float] = []
 
-    def run(scaler: GradScaler | None) -> list[float]:
+    def seen_with(scaler: GradScaler | None) -> list[float]:
         seen.clear()
         module = LitPlain()
         nn.init.ones_(module.line.weight)
@@ -105,7 +107,7 @@ def test_hooks_around_a_step_see_unscaled_gradients(client_data: ClientData) -> 
         LocalLoop(module, [optimizer], LocalSettings(Placement(scaler=scaler)))(task)
         return list(seen)
 
-    assert run(GradScaler("cpu", init_scale=2.0**10)) == run(None)
+    assert seen_with(GradScaler("cpu", init_scale=2.0**10)) == seen_with(None)
 
 
 class Reads(TorchDispatchMode):
@@ -152,7 +154,7 @@ def test_local_steps_read_no_value_from_the_device(
 
     monkeypatch.setattr(LocalLoop, "__call__", counted)
 
-    def run(local_epochs: int, module: pl.LightningModule) -> list[int]:
+    def counts(local_epochs: int, module: pl.LightningModule) -> list[int]:
         reads.clear()
         data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=6), batch_size=5)
         hooks = [ls.ProximalTerm(0.1), ls.GradientClip(1.0)]
@@ -162,8 +164,8 @@ def test_local_steps_read_no_value_from_the_device(
 
     dense = algorithm == ls.FedAvg()
     with nullcontext() if dense else pytest.warns(ls.SpectralWarning, match="weight_decay"):
-        assert run(1, make()) == run(5, make()) == [0, 0]  # losses are read together, when a client is done
-        assert run(1, make(reading)) == [4, 4]  # 20 examples in batches of 5: the count is not blind
+        assert counts(1, make()) == counts(5, make()) == [0, 0]  # losses are read together, when a client is done
+        assert counts(1, make(reading)) == [4, 4]  # 20 examples in batches of 5: the count is not blind
 
 
 class LitHooked(LitPlain):
@@ -183,9 +185,8 @@ def test_only_hooks_that_the_user_wrote_are_called(client_data: ClientData, monk
         monkeypatch.setattr(pl.LightningModule, name, lightnings_own(name))
     module = LitHooked()
     module.on_before_zero_grad = lightnings_own("the instance's")  # type: ignore[method-assign]
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-    task = LocalTask(replace(SENT, local_epochs=2), client_data, Recorder(module))
-    LocalLoop(module, [optimizer], LocalSettings(defines=defines))(task)
+    sent = replace(SENT, local_epochs=2)
+    run(module, client_data, sent, defines=defines)
     assert called == ["the instance's"] * 10  # five batches, two epochs
     assert {when: len(values) for when, values in module.seen.items()} == {
         "after backward": 10,
@@ -193,7 +194,7 @@ def test_only_hooks_that_the_user_wrote_are_called(client_data: ClientData, monk
         "epoch end": 2,
     }
     called.clear()
-    LocalLoop(module, [optimizer], LocalSettings())(task)  # without `defines` all hooks are called
+    run(module, client_data, sent)  # without `defines` all hooks are called
     assert len(called) == 2 + 10 + 10 + 10 + 10
 
 
@@ -257,9 +258,7 @@ def test_a_user_may_take_every_part_of_a_step(client_data: ClientData, scaler: G
     acts: list[str] = own.events
     before_step = [[lambda: acts.append("the algorithm")]]
     for module, act in ((own, before_step), (plain, [[]])):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-        task = LocalTask(SENT, client_data, Recorder(module), before_step=act)
-        result = LocalLoop(module, [optimizer], LocalSettings(Placement(scaler=scaler), defines=defines))(task)
+        result = run(module, client_data, before_step=act, placement=Placement(scaler=scaler), defines=defines)
         assert result.num_steps == 5
     assert same(own, plain)
     assert own.seen == plain.seen
@@ -270,8 +269,7 @@ def test_a_user_may_take_every_part_of_a_step(client_data: ClientData, scaler: G
 def test_a_loop_without_defines_leaves_lightnings_own_ways_of_a_step_alone(client_data: ClientData) -> None:
     """They need a Trainer, and there is none."""
     module = seeded(LitOwnWays)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    LocalLoop(module, [optimizer], LocalSettings())(LocalTask(SENT, client_data, Recorder(module)))
+    run(module, client_data)
     assert module.events.count("clip") == 5
     assert same(module, trained(client_data, None))
 

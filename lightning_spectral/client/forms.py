@@ -177,10 +177,9 @@ class Forms:
         self._shared.clear()
 
     def _built(self, kept: KeptState, capacity: float) -> Form:
-        server = {name: tensor for name, tensor in named_state(self.module).items() if isinstance(tensor, nn.Parameter)}
+        server = dict(self.module.named_parameters())
         self.take_form(self.module, capacity)
-        mine = named_state(self.module)
-        left = {id(tensor) for tensor in mine.values()}
+        left = set(map(id, named_state(self.module).values()))
         classes = [(part, type(part)) for part, kind in kept.classes if type(part) is not kind]
         entries = [own for mapping, before in kept.mappings() if (own := _entry_change(mapping, before)) is not None]
         flags = [(t, t.requires_grad) for t, needed in kept.needed_gradients if t.requires_grad != needed]

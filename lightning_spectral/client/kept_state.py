@@ -273,7 +273,7 @@ class KeptState:
             self.generators.append(value)
             get, put, _ = _access_to(value)
             self._values.append(lambda: partial(put, value, get(value)))
-        elif kind.__module__.partition(".")[0] == "pandas" and hasattr(value, "_mgr"):
+        elif package_of(value) == "pandas" and hasattr(value, "_mgr"):
             self._values.append(lambda: partial(vars(value).update, vars(value.copy())))
         elif is_users(value, self._package):
             if hasattr(value, "__dict__"):
@@ -316,7 +316,7 @@ def is_users(value: Any, package: str) -> bool:
 
     Objects of other packages are left alone: they may write files, or count what was sent.
     """
-    own = type(value).__module__.partition(".")[0]
+    own = package_of(value)
     return isinstance(value, HOLDERS) or (own not in LIBRARIES and (own == package or not _is_installed(own)))
 
 
@@ -328,9 +328,9 @@ def _is_installed(package: str) -> bool:
     return any(part in INSTALLED for place in places for part in Path(place).parts)
 
 
-def package_of(module: nn.Module) -> str:
-    """The package in which the class of a module is."""
-    return type(module).__module__.partition(".")[0]
+def package_of(value: Any) -> str:
+    """The package in which the class of an object is."""
+    return type(value).__module__.partition(".")[0]
 
 
 def changed_attributes(module: nn.Module, without: Collection[str] = ()) -> Callable[[], tuple[str, ...]]:
@@ -387,7 +387,7 @@ def _frozen(value: Any, depth: int, package: str) -> Any:
         if value.dtype.hasobject:
             return _frozen(value.ravel().tolist(), depth - 1, package)
         return (value.shape, _digest(value)) if value.size else None
-    if kind.__module__.partition(".")[0] == "pandas" and hasattr(value, "_mgr"):
+    if package_of(value) == "pandas" and hasattr(value, "_mgr"):
         return hashlib.blake2b(pickle.dumps(value), digest_size=16).hexdigest()
     if isinstance(value, bytearray):
         return bytes(value)

@@ -212,8 +212,7 @@ class MeanChange(RunningMean):
 
     Changes are computed in the tensors' own type, unless that could overflow. Each weighted change is rounded once, on
     its own, to a whole number of steps of 2^-50 units, where the unit is the power of two above the tensor's largest
-    magnitude before training, at least 1. These whole numbers are added in int64, so the bits of the sum depend neither
-    on the order of the clients nor on their processes. A client that changed nothing adds exact zeros.
+    magnitude before training, at least 1. A client that changed nothing adds exact zeros.
 
     With n clients of weights :math:`w_c` that sum to W, out of a total T, the error of the mean of changes
     :math:`\Delta_c` is at most

@@ -369,17 +369,6 @@ class TestAttributes:
         module(torch.zeros(2, 2))
         assert called == ["first", "second"]
 
-    def test_parts_have_their_classes(self) -> None:
-        class Doubled(nn.Linear):
-            def forward(self, x: Tensor) -> Tensor:
-                return 2 * super().forward(x)
-
-        module = nn.Sequential(nn.Linear(1, 1))
-        kept = KeptState(module)
-        module[0].__class__ = Doubled
-        kept.restore()
-        assert type(module[0]) is nn.Linear
-
     def test_values_of_parameters_and_buffers_are_not_its_business(self) -> None:
         module = nn.BatchNorm1d(2)
         kept = KeptState(module)

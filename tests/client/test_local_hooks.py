@@ -13,18 +13,11 @@ from toy_models import variant
 import lightning_spectral as ls
 
 
-def small_net() -> nn.Module:
+def random_net() -> nn.Module:
     """A sharded and a dense layer, float64."""
-    torch.manual_seed(0)
     sharded = ls.SpectralShardedLinear(4, 5, num_terms=2)
     sharded.load_terms(torch.randn(5, 2), torch.randn(2, 4), torch.tensor([1.0, 6.0]))
     return nn.Sequential(sharded, nn.Tanh(), nn.Linear(5, 1)).double()
-
-
-@pytest.fixture(autouse=True)
-def _own_draws() -> Any:
-    with torch.random.fork_rng(devices=[]):
-        yield
 
 
 def loss_of(net: nn.Module) -> torch.Tensor:
@@ -33,7 +26,7 @@ def loss_of(net: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("maximize", [False, True])
 def test_the_proximal_term_is_the_gradient_of_half_mu_times_the_squared_distance(maximize: bool) -> None:
-    net = small_net()
+    net = seeded(random_net)
     written_out, start = copy.deepcopy(net), copy.deepcopy(net)
     sign = -1.0 if maximize else 1.0
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, maximize=maximize)
@@ -66,7 +59,7 @@ def test_the_proximal_term_leaves_what_has_no_gradient_alone() -> None:
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping_bounds_the_joint_norm_and_keeps_the_direction(max_norm: float) -> None:
-    net = small_net()
+    net = seeded(random_net)
     loss_of(net).backward()
     before = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
     ls.GradientClip(max_norm).start_client(net, torch.optim.SGD(net.parameters(), lr=1.0))()

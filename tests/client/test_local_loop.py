@@ -96,9 +96,7 @@ def test_hooks_around_a_step_see_unscaled_gradients(client_data: ClientData) -> 
 
     def seen_with(scaler: GradScaler | None) -> list[float]:
         seen.clear()
-        module = LitPlain()
-        nn.init.ones_(module.line.weight)
-        nn.init.ones_(module.line.bias)
+        module = seeded(LitPlain)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
         optimizer.register_step_post_hook(lambda *args: seen.append(float(module.line.bias.grad)))  # type: ignore[arg-type]
         hook = ls.GradientClip(0.5).start_client(module, optimizer)

@@ -294,16 +294,11 @@ def test_only_a_change_of_more_than_4096_units_needs_a_coarse_sum(far: float) ->
 def spread_out(count: int) -> tuple[dict[str, Tensor], list[Client]]:
     """Changes of very different sizes, so that plain sums lose different digits in different orders."""
     generator = torch.Generator().manual_seed(0)
-    return {"w": torch.zeros(500, dtype=torch.float64), "b": torch.randn(3, generator=generator)}, [
-        (
-            {
-                "w": 10.0 ** (4 - 3 * (i % 4)) * torch.randn(500, generator=generator, dtype=torch.float64),
-                "b": torch.randn(3, generator=generator),
-            },
-            1.0 + i / 3,
-        )
-        for i in range(count)
-    ]
+    before, clients = {"w": torch.zeros(500, dtype=torch.float64), "b": torch.randn(3, generator=generator)}, []
+    for i in range(count):
+        w = 10.0 ** (4 - 3 * (i % 4)) * torch.randn(500, generator=generator, dtype=torch.float64)
+        clients.append(({"w": w, "b": torch.randn(3, generator=generator)}, 1.0 + i / 3))
+    return before, clients
 
 
 @pytest.mark.parametrize(
@@ -376,7 +371,7 @@ def test_nobody_and_nothing_changed_are_exact_zeros() -> None:
 
 
 def test_add_leaves_its_arguments_as_they_are() -> None:
-    before, after = {"w": torch.zeros(3).double(), "h": torch.zeros(3).half()}, {}
+    before = {"w": torch.zeros(3).double(), "h": torch.zeros(3).half()}
     after = {"w": torch.tensor([1e6, 0.1, 0.2]).double(), "h": torch.tensor([60_000.0, 0.1, 0.2]).half()}
     copies = [{name: tensor.clone() for name, tensor in some.items()} for some in (before, after)]
     mean_of(before, [(after, 3)], 3)
@@ -392,19 +387,13 @@ def term_clients(count: int, far: float = 1.0) -> tuple[Tensor, Tensor, list[Ter
     """``u``, ``v`` and (terms, u_after, v_after, weight) of clients that hold 3 of 7 terms of a 5 x 4 weight."""
     generator = torch.Generator().manual_seed(0)
     u, v = torch.randn(5, 7, generator=generator), torch.randn(7, 4, generator=generator)
-    return (
-        u,
-        v,
-        [
-            (
-                torch.randperm(6, generator=generator)[:3].sort().values,
-                (far if i == 1 else 1.0) * torch.randn(5, 3, generator=generator),
-                torch.randn(3, 4, generator=generator),
-                float(torch.randint(1, 50, (), generator=generator)),
-            )
-            for i in range(count)
-        ],
-    )
+    clients = []
+    for i in range(count):
+        terms = torch.randperm(6, generator=generator)[:3].sort().values
+        u_after = (far if i == 1 else 1.0) * torch.randn(5, 3, generator=generator)
+        v_after = torch.randn(3, 4, generator=generator)
+        clients.append((terms, u_after, v_after, float(torch.randint(1, 50, (), generator=generator))))
+    return u, v, clients
 
 
 def term_mean_of(u: Tensor, v: Tensor, clients: list[TermClient], total: float, absolute: bool = False) -> MeanChange:

@@ -85,7 +85,6 @@ class LocalOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self._groups: list[tuple[Optimizer, list[Group]]] = []
-        self._initial_state: dict[Tensor, Any] = {}
         named = dict(client.named_parameters())
         lists: set[int] = set()
         for one in family(optimizer):
@@ -96,8 +95,8 @@ class LocalOptimizer:
             own = [{id(p) for p in group["params"]} for group in one.param_groups]
             if [{id(p) for p in group.parameters} for group in groups] != own:
                 self._groups.append((one, groups))
+        self._initial_state = self._state_of_new()
         if self._groups:
-            self._initial_state = self._state_of_new()
             _check_follows(optimizer, server)
 
     def start_client(self, options: Sequence[Options]) -> None:

@@ -292,8 +292,7 @@ class MaskedLogits(LogitsHook):
     Example:
         >>> from lightning_spectral.client.batches import BatchSource
         >>> head, labels = nn.Linear(2, 4), torch.tensor([3, 0, 3])
-        >>> source = BatchSource(torch.utils.data.TensorDataset(torch.ones(3, 2), labels))
-        >>> data = ClientData(source, torch.arange(3), 3, seed=0, ids=(), labels=lambda: labels)
+        >>> data = ClientData(BatchSource([]), torch.arange(3), 3, seed=0, ids=(), labels=lambda: labels)
         >>> with MaskedLogits(layer="").while_training(head, data):
         ...     print(head(torch.ones(1, 2))[:, 1:3])
         tensor([[0., 0.]], grad_fn=<SliceBackward0>)
@@ -354,8 +353,7 @@ class CalibratedLogits(LogitsHook):
     Example:
         >>> from lightning_spectral.client.batches import BatchSource
         >>> head, labels = nn.Linear(2, 2), torch.tensor([1, 1, 1])
-        >>> source = BatchSource(torch.utils.data.TensorDataset(torch.ones(3, 2), labels))
-        >>> data = ClientData(source, torch.arange(3), 3, seed=0, ids=(50, 0), labels=lambda: labels)
+        >>> data = ClientData(BatchSource([]), torch.arange(3), 3, seed=0, ids=(50, 0), labels=lambda: labels)
         >>> with CalibratedLogits(layer="", rounds=100).while_training(head, data):
         ...     calibrated = head(torch.zeros(1, 2))
         >>> calibrated - head.bias  # half of log(0.1 / 3.2), log(3.1 / 3.2)
@@ -397,10 +395,9 @@ class FixedBatchNorm(LocalHook):
 
     Example:
         >>> from lightning_spectral.client.batches import BatchSource
-        >>> norm, labels = nn.BatchNorm1d(2), torch.tensor([1, 1, 1])
-        >>> source = BatchSource(torch.utils.data.TensorDataset(torch.ones(3, 2), labels))
+        >>> norm = nn.BatchNorm1d(2)
         >>> for round_idx in (49, 50):
-        ...     data = ClientData(source, torch.arange(3), 3, seed=0, ids=(round_idx, 0))
+        ...     data = ClientData(BatchSource([]), torch.arange(3), 3, seed=0, ids=(round_idx, 0))
         ...     with FixedBatchNorm(50).while_training(norm, data):
         ...         print(norm.training)
         True

@@ -31,6 +31,11 @@ CONFIGS = {
     "IA3": peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True),
     "VeRA": peft.VeraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True),
 }
+X = tokens().tensors[0][:4]
+
+
+def federation() -> ls.FederatedDataModule:
+    return ls.FederatedDataModule(tokens(), ls.IIDPartitioner(num_clients=4), batch_size=4)
 
 
 class LitAdapted(LitNet):
@@ -58,6 +63,15 @@ def warning_of(name: str, algorithm: Any) -> Iterator[None]:
             yield
 
 
+def check_peft_loads(lit: LitAdapted, folder: Path, **tolerance: float) -> None:
+    """Fail unless PEFT, with the adapter that it loads and another base, computes what the module computes."""
+    base = seeded(gpt2)
+    lit.net.save_pretrained(folder)
+    loaded = peft.PeftModel.from_pretrained(base, folder).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=X).logits, lit.eval()(X), **tolerance)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "algorithm"),
@@ -66,23 +80,16 @@ def warning_of(name: str, algorithm: Any) -> Iterator[None]:
 )
 def test_an_adapter_trains_and_peft_loads_it(name: str, algorithm: Any, fit: Fit, tmp_path: Path) -> None:
     lit = seeded(LitAdapted, name)
-    plain = seeded(gpt2)
     before = {n: p.detach().clone() for n, p in lit.named_parameters()}
-    data = ls.FederatedDataModule(tokens(), ls.IIDPartitioner(num_clients=4), batch_size=4)
     with warning_of(name, algorithm):
-        ledger = fit(lit, data, algorithm=algorithm, max_epochs=2).ledger
+        ledger = fit(lit, federation(), algorithm=algorithm, max_epochs=2).ledger
 
     moved = {n for n, p in lit.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {n for n, p in lit.named_parameters() if p.requires_grad}
     base = sum(4 * p.numel() for p in lit.parameters() if not p.requires_grad)
     assert [row.frozen_bytes for row in ledger.rows] == 4 * [base] + 4 * [0]
     assert all(row.downlink_bytes < base for row in ledger.rows[4:])
-
-    lit.net.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
-    x = tokens().tensors[0][:4]
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(input_ids=x).logits, lit.eval()(x))
+    check_peft_loads(lit, tmp_path)
 
 
 @pytest.mark.parametrize("rank", [4, 32])
@@ -138,11 +145,6 @@ def test_a_plan_made_before_a_layer_was_frozen_is_refused() -> None:
 
 MIXED = {2: 0.5, 4: 0.5}
 KEPT = [aggregation for aggregation in AGGREGATIONS if not isinstance(aggregation, ls.StackedProducts)]
-X = tokens().tensors[0][:4]
-
-
-def federation() -> ls.FederatedDataModule:
-    return ls.FederatedDataModule(tokens(), ls.IIDPartitioner(num_clients=4), batch_size=4)
 
 
 def trained(name: str = "LoRA") -> LitAdapted:
@@ -169,7 +171,7 @@ def test_equal_ranks_are_fed_avg_of_the_model_of_peft(name: str, aggregation: An
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("aggregation", KEPT, ids=repr)
 def test_mixed_ranks_train_and_peft_loads_the_adapter(aggregation: Any, fit: Fit, tmp_path: Path) -> None:
-    lit, plain = seeded(LitAdapted, "LoRA"), seeded(gpt2)
+    lit = seeded(LitAdapted, "LoRA")
     before = {name: p.detach().clone() for name, p in lit.named_parameters()}
     ledger = fit(lit, federation(), algorithm=ls.LoRA(MIXED, aggregation=aggregation), max_epochs=2).ledger
 
@@ -182,12 +184,8 @@ def test_mixed_ranks_train_and_peft_loads_the_adapter(aggregation: Any, fit: Fit
     for row in ledger.rows[4:]:
         omega = 4 * round(4 * row.keep_ratio) * len(adapted_layers(lit, ["*"], ())) * aggregation.has_multipliers
         assert row.downlink_bytes == (whole if aggregation.folds else row.keep_ratio * whole) + omega
-
-    lit.net.save_pretrained(tmp_path)
+    check_peft_loads(lit, tmp_path, rtol=0, atol=0)
     assert (tmp_path / "adapter_model.safetensors").exists()
-    loaded = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(input_ids=X).logits, lit.eval()(X), rtol=0, atol=0)
 
 
 @pytest.mark.sampled(1)
@@ -225,11 +223,8 @@ def test_a_client_computes_the_terms_that_it_has_with_the_scale_of_peft(rslora: 
     torch.testing.assert_close(*outputs)
 
 
-def model_of(config: Any, change: Any = lambda net: None) -> LitAdapted:
-    lit = seeded(LitAdapted, "LoRA")
-    lit.net = peft.get_peft_model(gpt2(), config)
-    change(lit.net)
-    return lit
+def as_it_is(net: Any) -> None:
+    pass
 
 
 def second_adapter(net: Any) -> None:
@@ -243,35 +238,16 @@ def freeze(net: Any) -> None:
 
 
 CONFIG = peft.LoraConfig(target_modules=["c_attn"], **LORA)
+PROMPTS = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
 FEDAVG = "Train the model as it is with `FedAvg`"
 REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
-    "IA3": (
-        peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True),
-        lambda net: None,
-        {},
-        f"adapters are of the kind IA3; .*c_attn' is a ia3.layer.Linear.*{FEDAVG}",
-    ),
-    "VeRA": (
-        peft.VeraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True),
-        lambda net: None,
-        {},
-        f"of the kind VERA.*{FEDAVG}",
-    ),
-    "prompts": (
-        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
-        lambda net: None,
-        {},
-        f"of the kind PROMPT_TUNING.*{FEDAVG}",
-    ),
-    "DoRA": (
-        peft.LoraConfig(target_modules=["c_attn"], use_dora=True, **LORA),
-        lambda net: None,
-        {},
-        f"has a variant of LoRA, such as DoRA.*{FEDAVG}",
-    ),
+    "IA3": (CONFIGS["IA3"], as_it_is, {}, f"adapters are of the kind IA3; .*c_attn' is a ia3.layer.Linear.*{FEDAVG}"),
+    "VeRA": (CONFIGS["VeRA"], as_it_is, {}, f"of the kind VERA.*{FEDAVG}"),
+    "prompts": (PROMPTS, as_it_is, {}, f"of the kind PROMPT_TUNING.*{FEDAVG}"),
+    "DoRA": (CONFIGS["DoRA"], as_it_is, {}, f"has a variant of LoRA, such as DoRA.*{FEDAVG}"),
     "embedding": (
         peft.LoraConfig(target_modules=["wpe"], **LORA),
-        lambda net: None,
+        as_it_is,
         {},
         rf"wpe' is a lora\.layer\.Embedding.*{FEDAVG}",
     ),
@@ -285,20 +261,22 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     ),
     "two at once": (CONFIG, second_adapter, {}, f"has 2 active adapters.*{FEDAVG}"),
     "merged": (CONFIG, lambda net: net.merge_adapter(), {}, f"has an adapter that is merged.*{FEDAVG}"),
-    "another rank": (CONFIG, lambda net: None, {"rank": 8}, r"largest `rank` must be .* 4 for '.*c_attn', got 8"),
-    "layers": (CONFIG, lambda net: None, {"layers": ["*.1.attn.c_attn"]}, r"`layers` leaves out '.*\.0\.attn\.c_attn'"),
-    "alpha": (CONFIG, lambda net: None, {"alpha": 8.0}, r"`alpha` must be None where PEFT .* got 8\.0; .*`lora_alpha`"),
-    "stacked": (CONFIG, lambda net: None, {"aggregation": ls.StackedProducts()}, "StackedProducts changes the base"),
-    "merged every round": (CONFIG, lambda net: None, {"merge_every": 2}, "`merge_every=2` changes the base"),
+    "another rank": (CONFIG, as_it_is, {"rank": 8}, r"largest `rank` must be .* 4 for '.*c_attn', got 8"),
+    "layers": (CONFIG, as_it_is, {"layers": ["*.1.attn.c_attn"]}, r"`layers` leaves out '.*\.0\.attn\.c_attn'"),
+    "alpha": (CONFIG, as_it_is, {"alpha": 8.0}, r"`alpha` must be None where PEFT .* got 8\.0; .*`lora_alpha`"),
+    "stacked": (CONFIG, as_it_is, {"aggregation": ls.StackedProducts()}, "StackedProducts changes the base"),
+    "merged every round": (CONFIG, as_it_is, {"merge_every": 2}, "`merge_every=2` changes the base"),
     "frozen": (CONFIG, freeze, {}, r"lora_A\.default\.weight is frozen, and SampledTerms trains it.*use FrozenA"),
-    "train": (CONFIG, lambda net: None, {"train": ["*.lora_A"]}, r"`train`: '\*\.lora_A' matches no trainable"),
+    "train": (CONFIG, as_it_is, {"train": ["*.lora_A"]}, r"`train`: '\*\.lora_A' matches no trainable"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_plain_lora_is_refused_by_its_name(case: str) -> None:
     config, change, options, message = REFUSED[case]
-    lit = model_of(config, change)
+    lit = seeded(LitAdapted, "LoRA")
+    lit.net = peft.get_peft_model(gpt2(), config)
+    change(lit.net)
     with pytest.raises(ValueError, match=message):
         ls.FederatedModule(lit, algorithm=ls.LoRA(**{"rank": 4, **options}), clients_per_round=1)
 

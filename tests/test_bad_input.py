@@ -14,6 +14,7 @@ import pytest
 import torch
 from federation import Fit, seeded
 from lightning.pytorch.strategies import DDPStrategy
+from one_by_one import OneByOne
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -345,17 +346,12 @@ class TestConstructor:
         ls.FederatedModule(lit, clients_per_round=2, server_optimizer=torch.optim.Adam)
 
 
-class Relabelled(Dataset[Any]):
+class Relabelled(OneByOne):
     """Examples whose labels are not the ones that it stores."""
 
     def __init__(self, toy: TensorDataset, stored: torch.Tensor) -> None:
-        self.toy, self.targets = toy, stored
-
-    def __len__(self) -> int:
-        return len(self.toy)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.toy[index]
+        super().__init__(toy)
+        self.targets = stored
 
 
 def relabelled(toy: TensorDataset, change: Any) -> TensorDataset:

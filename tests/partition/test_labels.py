@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_by_one import OneByOne
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_spectral.partition import class_indices, dataset_labels, labels_in_examples
@@ -25,18 +26,12 @@ class Stored(Dataset[Any]):
         raise AssertionError("no example should be read")
 
 
-class Examples(Dataset[Any]):
+class Examples(OneByOne):
     """Has nothing but its examples."""
 
     def __init__(self, examples: list[Any], **attributes: Any) -> None:
-        self.examples = examples
+        super().__init__(examples)
         vars(self).update(attributes)
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.examples[index]
 
 
 TENSORS = TensorDataset(torch.randn(3, 2), torch.tensor([4, 0, 4], dtype=torch.int32))

@@ -64,16 +64,6 @@ def rounds_of(algorithm: Any) -> tuple[DirectRounds, Any]:
     return rounds, partial(train_with, rounds.half.client_side)
 
 
-@pytest.fixture
-def rounds() -> DirectRounds:
-    return DirectRounds(ls.Scaffold(), line(), SHARES, options=OPTIONS)
-
-
-@pytest.fixture
-def train(rounds: DirectRounds) -> Any:
-    return partial(train_with, rounds.half.client_side)
-
-
 def local_steps(client: int, x: Sequence[Tensor], added: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
     """Plain steps with something added to the gradient of each parameter."""
     y = [p.clone() for p in x]
@@ -96,8 +86,9 @@ def assert_are(rounds: DirectRounds, x: Sequence[Tensor], controls: Mapping[int,
     assert_close(rounds.state.pieces(), dict(zip(names, sums, strict=True)), 1e-12)
 
 
-def test_rounds_are_those_of_the_published_algorithm(rounds: DirectRounds, train: Any) -> None:
+def test_rounds_are_those_of_the_published_algorithm() -> None:
     """Algorithm 1 with option II, and shares d in place of 1/N; the server's control is a sum over all clients."""
+    rounds, train = rounds_of(ls.Scaffold())
     x = [p.detach().clone() for p in rounds.server.parameters()]
     controls = {client: [torch.zeros_like(p) for p in x] for client in SHARES}
     for cohort in COHORTS:
@@ -167,7 +158,8 @@ def uncorrected(download: Download) -> Download:
     return replace(download, tensors={**download.tensors, **zeros}, client_state={})
 
 
-def test_a_client_that_takes_no_step_or_learns_nothing_keeps_its_control(rounds: DirectRounds, train: Any) -> None:
+def test_a_client_that_takes_no_step_or_learns_nothing_keeps_its_control() -> None:
+    rounds, train = rounds_of(ls.Scaffold())
     side = rounds.half.client_side
 
     def idle(download: Download) -> Upload:
@@ -199,7 +191,8 @@ def test_what_a_device_loses_stays_in_the_servers_sum(algorithm: Any) -> None:
         assert not torch.allclose(total, kept)
 
 
-def test_a_parameter_outside_of_the_loss_gets_the_correction_alone(rounds: DirectRounds) -> None:
+def test_a_parameter_outside_of_the_loss_gets_the_correction_alone() -> None:
+    rounds, _ = rounds_of(ls.Scaffold())
     side = rounds.half.client_side
     opened, (unit,) = rounds.open({0: 0.1})
     download = replace(opened.send(unit)[0], client_state={"control:bias": torch.ones(1)})

@@ -38,12 +38,16 @@ def trained(layer: LayerRound, terms: Tensor, u: Tensor, v: Tensor, multipliers:
     return TrainedTerms(sent, u, v, magnitudes=(1.0, 1.0))
 
 
-def sent_matrices(seen: Any, sent: Any, name: str) -> list[Tensor]:
-    """Each client's matrix as it came back, multiplied out."""
-    return [
-        tensors[f"{name}.u"] @ torch.diag(download.tensors[f"{name}.omega"]) @ tensors[f"{name}.v"]
-        for (_, tensors), (download, _) in zip(seen, sent, strict=True)
-    ]
+def dense(tensors: Any, name: str, omega: Tensor) -> Tensor:
+    return tensors[f"{name}.u"] @ torch.diag(omega) @ tensors[f"{name}.v"]
+
+
+def means_of_a_round(ours: ls.SpectralSharding, server: nn.Module, ratios: list[float]) -> dict[str, Tensor]:
+    """Play a round, and average the clients' matrices as they came back, multiplied out."""
+    _, sent = draw(ours, server, ratios)
+    uploads = [tensors for _, tensors in run_round(ours, server, ratios)]
+    back = [(tensors, download.tensors) for tensors, (download, _) in zip(uploads, sent, strict=True)]
+    return {name: mean([dense(own, name, down[f"{name}.omega"]) for own, down in back]) for name in SHARDED}
 
 
 def mean(matrices: list[Tensor]) -> Tensor:
@@ -60,10 +64,8 @@ def matrix(server: nn.Module, name: str) -> Tensor:
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_the_weight_becomes_the_mean_of_the_clients_matrices(strategy: Any, ratios: list[float]) -> None:
     server = net().double()
-    _, sent = draw(algorithm(strategy), server, ratios)
-    seen = run_round(algorithm(strategy), server, ratios)
-    for name in SHARDED:
-        torch.testing.assert_close(matrix(server, name), mean(sent_matrices(seen, sent, name)), rtol=0, atol=1e-12)
+    for name, expected in means_of_a_round(algorithm(strategy), server, ratios).items():
+        torch.testing.assert_close(matrix(server, name), expected, rtol=0, atol=1e-12)
 
 
 def test_dense_tensors_are_averaged_as_ever() -> None:
@@ -149,11 +151,9 @@ def test_the_change_is_weighted_as_the_cohort_says(absolute: bool) -> None:
 def test_rows_that_nobody_computes_stay() -> None:
     server = net().double()
     before = copy.deepcopy(server)
-    _, sent = draw(algorithm(ls.TopN(), output_ratio=0.5), server, MIXED)
-    seen = run_round(algorithm(ls.TopN(), output_ratio=0.5), server, MIXED)
+    expected = means_of_a_round(algorithm(ls.TopN(), output_ratio=0.5), server, MIXED)
     for name, held in {"1": 4, "4": 5}.items():
-        expected = mean(sent_matrices(seen, sent, name))
-        torch.testing.assert_close(matrix(server, name)[:held], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(matrix(server, name)[:held], expected[name], rtol=0, atol=1e-12)
         assert torch.equal(matrix(server, name)[held:], matrix(before, name)[held:])
 
 
@@ -173,17 +173,11 @@ def test_spatial_matrices_are_averaged_and_put_back_into_kernels() -> None:
     """The whole of FedHM: its selection, its matrices and its average."""
     server = net().double()
     ours = algorithm(ls.TopN(), layers=ls.LayerChoices(convolutions="spatial"))
-    _, sent = draw(ours, server, MIXED)
-    seen = run_round(ours, server, MIXED)
-    expected = mean(sent_matrices(seen, sent, "1"))
-    assert expected.shape == (8 * 3, 6 * 3)
+    expected = means_of_a_round(ours, server, MIXED)
+    assert expected["1"].shape == (8 * 3, 6 * 3)
     kernel = server[1].weight.detach()
-    torch.testing.assert_close(kernel.permute(0, 2, 1, 3).reshape(24, 18), expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(matrix(server, "4"), mean(sent_matrices(seen, sent, "4")), rtol=0, atol=1e-12)
-
-
-def dense(tensors: Any, name: str, omega: Tensor) -> Tensor:
-    return tensors[f"{name}.u"] @ torch.diag(omega) @ tensors[f"{name}.v"]
+    torch.testing.assert_close(kernel.permute(0, 2, 1, 3).reshape(24, 18), expected["1"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(matrix(server, "4"), expected["4"], rtol=0, atol=1e-12)
 
 
 def play(
@@ -256,8 +250,7 @@ def test_where_all_clients_hold_the_same_terms_it_is_the_mean_of_matrices() -> N
         half = ls.SpectralSharding(ls.TopN(), 0.3, aggregation=aggregation).bind(server)
         half.initialize(Workers())
         play(half, server, [0.3, 0.3, 0.3])
-    for name, tensor in ours.state_dict().items():
-        torch.testing.assert_close(tensor, fed_hm.state_dict()[name], rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours.state_dict(), fed_hm.state_dict(), rtol=0, atol=1e-12)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from federation import Fit, Fitted, same_state, seeded
+from federation import Fit, Fitted, said_during, same_state, seeded
 from one_client import Turns, client_of
 from spectral_rounds import cohort, draw, net, run_round, unit
 from torch import Tensor
@@ -258,11 +257,8 @@ SLOPE = [torch.nn.Parameter(torch.ones(1))]
     ids=lambda value: type(value).__name__ if isinstance(value, torch.optim.Optimizer) else str(value),
 )
 def test_optimizers_that_undo_the_clip_are_reported_once(optimizer: Any, clip_tau: float, num_warnings: int) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        algorithm, server = ls.SpectralSharding(clip_tau=clip_tau), net()
-        algorithm.check(Setting(server, optimizers=[optimizer]))
-    said = [str(warning.message) for warning in caught if warning.category is ls.SpectralWarning]
+    algorithm, setting = ls.SpectralSharding(clip_tau=clip_tau), Setting(net(), optimizers=[optimizer])
+    said = said_during(lambda: algorithm.check(setting))
     assert len(said) == num_warnings
     assert all(f"{type(optimizer).__name__} rescales gradients by their own history" in text for text in said)
 

@@ -267,18 +267,7 @@ def test_only_designs_with_known_joint_probabilities_offer_them(design):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "design",
-    [
-        ls.ConditionalPoisson(),
-        ls.SuccessiveSampling(),
-        ls.Brewer(),
-        ls.MinimumSupport(),
-        ls.Systematic(),
-        ls.designs.RandomSystematic(),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("design", DESIGNS, ids=repr)
 def test_every_design_trains_for_two_rounds(design, lit, data, fit):
     before = [parameter.detach().clone() for parameter in lit.parameters()]
     algorithm = ls.SpectralSharding(ls.Collective(), keep_ratio=0.4, design=design)

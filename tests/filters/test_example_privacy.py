@@ -100,8 +100,7 @@ def test_a_turn_is_a_loop_by_hand(fit: Fit) -> None:
             for p, g in zip(weights, gradient.split([p.numel() for p in weights]), strict=True):
                 p.grad = g.view_as(p).float()
             optimizer.step()
-    for p, q in zip(lit.parameters(), weights, strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=100 * grid_of(NOISE * CLIP))
+    torch.testing.assert_close([*lit.parameters()], weights, rtol=0, atol=100 * grid_of(NOISE * CLIP))
 
 
 @pytest.mark.slow
@@ -124,8 +123,7 @@ def test_a_turn_without_its_noise_and_its_epsilon_are_those_of_opacus(fit: Fit, 
         own = data.partition.indices[drawn]
         nn.functional.cross_entropy(net(x[own]), y[own]).backward()
         optimizer.step()
-    for p, q in zip(lit.parameters(), net.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)  # Opacus adds 1e-6 to norms
+    torch.testing.assert_close([*lit.parameters()], [*net.parameters()], rtol=1e-4, atol=1e-6)  # it adds 1e-6 to norms
     accountant = PRVAccountant()
     accountant.history = [(NOISE, 1 / 4, 8)]
     assert epsilon(1 / 4, NOISE, 8, DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=0.01)

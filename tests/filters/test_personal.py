@@ -82,15 +82,12 @@ def test_rounds_are_those_of_a_bare_loop(personal_epochs: int, optimizer: Any, f
     fitted = fit(seeded(without_dropout, optimizer), data, filters=filters, max_epochs=ROUNDS, seed=3)
     cohorts = [[row.client_id for row in fitted.ledger.rows if row.round_idx == i] for i in range(ROUNDS)]
     shared, own = by_hand(data, cohorts, personal_epochs, optimizer)
-    for name, expected in shared.items():
-        torch.testing.assert_close(fitted.state[name], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fitted.state, shared, rtol=1e-5, atol=1e-6)
     assert len(own) > 4  # some took part once, some again
     for client, head in own.items():
         kept = fitted.model.own_model(client)
-        assert kept.keys() == head.keys()
-        for name, expected in head.items():
-            torch.testing.assert_close(kept[name], expected, rtol=1e-5, atol=1e-6)
-            assert not torch.equal(kept[name], fitted.state[name])
+        torch.testing.assert_close(kept, head, rtol=1e-5, atol=1e-6)
+        assert not any(torch.equal(kept[name], fitted.state[name]) for name in head)
 
 
 def train(net: nn.Module, optimizer: Any, batches: Any, pull: float = 0.0, towards: Any = None) -> None:
@@ -129,8 +126,7 @@ def test_ditto_trains_two_models_as_two_bare_loops(optimizer: Any, fit: Fit) -> 
             for name, p in net.named_parameters():
                 mean[name] += size * (p.detach().double() - shared[name])
         shared = {name: (before + mean[name] / total).float() for name, before in shared.items()}
-    for name, expected in shared.items():
-        torch.testing.assert_close(fitted.state[name], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fitted.state, shared, rtol=1e-5, atol=1e-6)
     assert len(own) > 4
     for client, expected_own in own.items():
         for name, tensor in fitted.model.own_model(client).items():
@@ -303,8 +299,7 @@ def test_the_shared_model_of_ditto_is_that_of_federated_averaging_whatever_the_f
         fit(seeded(WarmsUp), clients, algorithm=algorithm, max_epochs=3, local_epochs=3).state
         for algorithm in (ls.Ditto(), ls.FedAvg())
     )
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 def test_a_rule_for_all_buffers_does_not_send_personal_ones() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from direct_rounds import DirectRounds
 from federation import Fit, said_during, seeded
+from observed_runs import acting
 from one_client import client_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -57,32 +58,33 @@ def as_weights(module: nn.Module, flat: Tensor) -> dict[str, Tensor]:
     return {name: part.view(p.shape) for (name, p), part in zip(parameters.items(), parts, strict=True)}
 
 
-def local_bits(net: nn.Module, Q: Tensor, probs: Tensor, batches: Any, ids: tuple[int, int], lr: float) -> Tensor:
+def local_bits(
+    net: nn.Module, Q: Tensor, data: Any, ids: tuple[int, int], scores: Tensor, probs_of: Any, step: Any
+) -> Tensor:
     """The bits that one client uploads, with everything written out: dense Q, autograd, plain gradient steps."""
-    scores, generator = probs.clone(), derived_generator(0, "local bits", *ids)
-    for (x, y), _ in batches:
-        p = scores.clamp(0, 1)
-        z = (torch.rand(len(p), generator=generator) < p).double().requires_grad_()
+    (round_idx, client_id), generator = ids, derived_generator(0, "local bits", *ids)
+    for (x, y), _ in data.client_data(Download(WorkUnit(client_id), 1.0, {}, round_idx=round_idx)).epoch(0):
+        z = (torch.rand(len(scores), generator=generator) < probs_of(scores)).double().requires_grad_()
         logits = torch.func.functional_call(net, as_weights(net, Q @ z), x.double())
         nn.functional.cross_entropy(logits, y).backward()
         assert z.grad is not None
-        scores = scores - lr * z.grad * ((scores > 0) & (scores < 1))
-    return torch.rand(len(scores), generator=derived_generator(0, "uploaded bits", *ids)) < scores.clamp(0, 1)
+        scores = step(scores, z.grad)
+    return torch.rand(len(scores), generator=derived_generator(0, "uploaded bits", *ids)) < probs_of(scores)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.5])
 def test_rounds_are_those_of_the_paper_written_out(data: Any, fit: Fit, smoothing: float) -> None:
-    algorithm = ls.Zampling(4, degree=3, smoothing=smoothing)
+    def step(scores: Tensor, gradient: Tensor) -> Tensor:
+        return scores - 0.5 * gradient * ((scores > 0) & (scores < 1))
+
+    algorithm, clip = ls.Zampling(4, degree=3, smoothing=smoothing), partial(torch.clamp, min=0, max=1)
     module = seeded(Small, lr=0.5)
     Q = dense_matrix(algorithm, module, seed=0)
     probs = torch.rand(Q.shape[1], generator=derived_generator(0, "probabilities")).double()
     net = seeded(Small).net.double()
     fitted = fit(module, data, algorithm=algorithm, max_epochs=2)
     for round_idx in range(2):
-        bits = []
-        for client_id in range(4):
-            batches = data.client_data(Download(WorkUnit(client_id), 1.0, {}, round_idx=round_idx)).epoch(0)
-            bits.append(local_bits(net, Q, probs, batches, (round_idx, client_id), lr=0.5))
+        bits = [local_bits(net, Q, data, (round_idx, client), probs, clip, step) for client in range(4)]
         probs = (torch.stack(bits).double().sum(0) + smoothing) / (4 + 2 * smoothing)
     # p agrees up to half a step of the grid
     assert float((fitted.model.state.probs.detach().double() - probs).abs().max()) <= 0.5 / GRID
@@ -125,19 +127,17 @@ def test_one_process_draws_one_matrix_and_pickles_none_of_it() -> None:
 
 
 def test_the_server_holds_the_expected_network_before_and_after_every_round(data: Any, fit: Fit) -> None:
-    class Watching(ls.RoundCallback):
-        def __init__(self) -> None:
-            self.worst: list[float] = []
+    worst: list[float] = []
 
-        def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            expected = dense_matrix(SMALL, pl_module.module, 0) @ pl_module.state.probs.detach().double()
-            flat = nn.utils.parameters_to_vector(pl_module.module.parameters()).detach()
-            self.worst.append(float((flat.double() - expected).abs().max()))
+    def compare(trainer: pl.Trainer, model: Any) -> None:
+        expected = dense_matrix(SMALL, model.module, 0) @ model.state.probs.detach().double()
+        flat = nn.utils.parameters_to_vector(model.module.parameters()).detach()
+        worst.append(float((flat.double() - expected).abs().max()))
 
-    watching = Watching()
+    watching = acting(on_validation_start=compare)
     fit(seeded(Small), data, algorithm=SMALL, max_epochs=2, callbacks=[watching], trainer={"num_sanity_val_steps": 1})
-    assert len(watching.worst) == 3
-    assert max(watching.worst) < 1e-6
+    assert len(worst) == 3
+    assert max(worst) < 1e-6
 
 
 def test_new_probabilities_are_exactly_the_shares_of_clients_with_a_one(data: Any, fit: Fit) -> None:
@@ -286,6 +286,11 @@ class TestRelatives:
 
     def test_fed_pm_is_its_authors_code_written_out(self, data: Any, fit: Fit) -> None:
         """The mode of a Beta posterior, whose prior Beta(1, 1) is reset each round; gradients are multiplied by p."""
+
+        def step(scores: Tensor, gradient: Tensor) -> Tensor:
+            p = torch.sigmoid(scores)
+            return scores - STEEP * (gradient * p) * p * (1 - p)
+
         algorithm, module = ls.Zampling.fed_pm(), seeded(Small, lr=STEEP)
         Q = dense_matrix(algorithm, module, seed=0)
         probs = torch.sigmoid(torch.randn(Q.shape[1], generator=derived_generator(0, "probabilities"))).double()
@@ -293,18 +298,9 @@ class TestRelatives:
         fitted = fit(module, data, algorithm=algorithm, max_epochs=2)
         for round_idx in range(2):
             alpha, beta = torch.ones_like(probs), torch.ones_like(probs)
-            for client_id in range(4):
-                ids = (round_idx, client_id)
-                scores, generator = torch.logit(probs.clamp(0.01, 0.99)), derived_generator(0, "local bits", *ids)
-                for (x, y), _ in data.client_data(Download(WorkUnit(client_id), 1.0, {}, round_idx=round_idx)).epoch(0):
-                    p = torch.sigmoid(scores)
-                    z = (torch.rand(len(p), generator=generator) < p).double().requires_grad_()
-                    logits = torch.func.functional_call(net, as_weights(net, Q @ z), x.double())
-                    nn.functional.cross_entropy(logits, y).backward()
-                    assert z.grad is not None
-                    scores = scores - STEEP * (z.grad * p) * p * (1 - p)
-                uniforms = torch.rand(len(scores), generator=derived_generator(0, "uploaded bits", *ids))
-                bits = (uniforms < torch.sigmoid(scores)).double()
+            for client in range(4):
+                scores = torch.logit(probs.clamp(0.01, 0.99))
+                bits = local_bits(net, Q, data, (round_idx, client), scores, torch.sigmoid, step).double()
                 alpha, beta = alpha + bits, beta + 1 - bits
             probs = (alpha - 1) / (alpha + beta - 2)
         assert float((fitted.model.state.probs.detach().double() - probs).abs().max()) <= 0.5 / GRID

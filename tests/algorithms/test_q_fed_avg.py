@@ -9,6 +9,7 @@ import pytest
 import torch
 from direct_rounds import DirectRounds, assert_close
 from federation import Fit, check_resumes, same_state, seeded
+from observed_runs import acting
 from other_process import toy_data
 from torch import Tensor, nn
 from toy_models import LitMLP, toy_examples
@@ -143,15 +144,6 @@ def test_devices_say_the_loss_at_the_downloaded_weights(data: Any, fit: Fit) -> 
     assert len(watched) == 8
 
 
-def test_without_fairness_it_is_federated_averaging_up_to_rounding(data: Any, fit: Fit) -> None:
-    ours, theirs = (
-        fit(seeded(LitLoss), data, algorithm=algorithm, max_epochs=3, seed=3).state
-        for algorithm in (ls.QFedAvg(q=0.0), ls.FedAvg())
-    )
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
-
-
 def test_a_resumed_run_equals_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path) -> None:
     check_resumes(fit, LitMLP, data, tmp_path, algorithm=ls.QFedAvg(q=2.0), seed=3)
     fair, plain = (fit(seeded(LitMLP), data, algorithm=a, seed=3).state for a in (ls.QFedAvg(q=2.0), ls.FedAvg()))
@@ -165,8 +157,7 @@ class LitCollects(LitMLP):
     """Keeps the losses of an epoch in a list until it ends, as many modules do."""
 
     def __init__(self) -> None:
-        super().__init__(dropout=0.0)
-        self.net.insert(1, nn.BatchNorm1d(12))
+        super().__init__(dropout=0.0, norm=True)
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -180,13 +171,13 @@ class LitCollects(LitMLP):
 
 
 def test_reading_the_loss_leaves_nothing_behind_for_training(fit: Fit) -> None:
+    """So without fairness it is federated averaging, up to rounding."""
     states = []
     for algorithm, passes in ((ls.FedAvg(), 1), (ls.QFedAvg(q=0.0), 2)):
         COUNTS.clear()
         states.append(fit(seeded(LitCollects), toy_data(), algorithm=algorithm, max_epochs=2, seed=3).state)
         assert passes * 8 * [3] == COUNTS  # of four clients with ten examples each, in two rounds
-    for name, tensor in states[0].items():
-        torch.testing.assert_close(states[1][name], tensor, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-6)
 
 
 class LitWeighted(LitLoss):
@@ -208,18 +199,13 @@ class LitWeighted(LitLoss):
 
 def test_the_loss_is_that_of_the_step_with_its_hooks_and_gradients(fit: Fit) -> None:
     """One client with one batch: the loss before training is that of its only step."""
-    losses: list[tuple[float, float]] = []
-
-    class Watch(ls.RoundCallback):
-        def on_client_end(self, trainer: Any, pl_module: Any, turn: Any) -> None:
-            losses.append((turn.upload.loss_before, turn.upload.loss))
-
+    uploads: list[Upload] = []
+    watch = acting(on_client_end=lambda trainer, model, turn: uploads.append(turn.upload))
     toy = toy_examples()
     one = ls.FederatedDataModule(toy, ls.IIDPartitioner(1), batch_size=len(toy))
-    fit(seeded(LitWeighted), one, algorithm=ls.QFedAvg(), clients_per_round=1, max_epochs=3, callbacks=[Watch()])
-    assert len(losses) == 3
-    for before, trained in losses:
-        assert before == pytest.approx(trained, rel=1e-6)
+    fit(seeded(LitWeighted), one, algorithm=ls.QFedAvg(), clients_per_round=1, max_epochs=3, callbacks=[watch])
+    assert len(uploads) == 3
+    assert [upload.loss_before for upload in uploads] == pytest.approx([upload.loss for upload in uploads], rel=1e-6)
 
 
 def test_a_step_that_trains_by_itself_cannot_measure() -> None:

@@ -62,8 +62,7 @@ def test_numbers_of_examples_are_the_default_bit_for_bit(fit: Fit) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding.published(ls.Unbiased(), 0.5)], ids=["", "s"])
 def test_it_keeps_the_contract(algorithm: Any) -> None:
-    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
-    check_filter(Weights("uniform"), seeded(LitMLP, dropout=0.0), batch, algorithm=algorithm)
+    check_filter(Weights("uniform"), seeded(LitMLP, dropout=0.0), toy_examples(8).tensors, algorithm=algorithm)
 
 
 class TestMistakes:
@@ -117,8 +116,7 @@ class LitBowl(pl.LightningModule):
 
 def moved(fit: Fit, optimizer: Any = SGD, epochs: Any = EPOCHS, filters: Any = NOVA, start: Any = OPTIMUM) -> Any:
     """How far a round moves the server's point, and the fit."""
-    owners = [client for client, size in enumerate(SIZES) for _ in range(size)]
-    clients = ls.FederatedDataModule(TensorDataset(CENTERS[owners]), ls.NaturalPartitioner(owners))
+    clients = data(TensorDataset(CENTERS.repeat_interleave(torch.tensor(SIZES), 0)), batch_size=max(SIZES))
     fitted = fit(LitBowl(start, optimizer), clients, clients_per_round=3, local_epochs=[*epochs], filters=filters)
     return fitted.module.point.detach() - start, fitted
 
@@ -164,8 +162,7 @@ class TestFedNova:
         assert float(found.norm()) < 0.05 * float(plain.norm())  # what is left is of the order of the learning rate
 
     def test_it_keeps_the_contract_and_resumes(self, fit: Fit, tmp_path: Path) -> None:
-        batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
-        check_filter(FedNova(), seeded(LitMLP, dropout=0.0), batch)
+        check_filter(FedNova(), seeded(LitMLP, dropout=0.0), toy_examples(8).tensors)
         check_resumes(fit, LitMLP, data(), tmp_path, clients_per_round=2, local_epochs=[1, 3, 2], filters=NOVA)
 
     def test_a_round_without_clients_changes_nothing(self, fit: Fit) -> None:

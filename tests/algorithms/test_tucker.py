@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -103,7 +102,7 @@ def test_weights_loaded_before_the_fit_are_factorised(images: Any, fit: Fit) -> 
         for parameter in other.parameters():
             parameter.add_(0.1)
     lit.load_state_dict(other.state_dict())
-    pl.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False).fit(model, images)
+    fit(model, images, max_epochs=1)
     # at a keep ratio of 1 the factors hold all of the weight, up to three roundings
     torch.testing.assert_close(dict(lit.state_dict()), dict(other.state_dict()), rtol=0.0, atol=1e-6)
 

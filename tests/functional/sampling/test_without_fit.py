@@ -19,6 +19,7 @@ from lightning_spectral.functional.sampling.open_terms import open_terms
 from lightning_spectral.functional.sampling.successive_sampling import draw_successive
 from lightning_spectral.functional.sampling.without_fit import (
     ONE,
+    brewer_weights,
     draw_brewer,
     draw_from_support,
     minimum_support,
@@ -78,10 +79,6 @@ def test_certain_and_impossible_terms_do_not_affect_the_other_terms():
 
 def test_entries_a_trillionth_from_zero_and_one_keep_full_precision():
     """Weights of all terms at every first and second draw, against exact rational numbers."""
-    from fractions import Fraction
-
-    from lightning_spectral.functional.sampling.without_fit import brewer_weights
-
     pi = torch.tensor([1 - 1e-12, 1 - 1e-12, 1e-12, 1e-12, 0.5, 0.5], dtype=torch.float64)
     exact = [Fraction(x) for x in pi.tolist()]
     for drawn in [(), (0,), (4,), (0, 1), (0, 4)]:
@@ -138,17 +135,10 @@ CASES = [[48, 32, 32, 16], [60, 50, 40, 20, 12, 6, 3, 1], [64, 10, 54, 0, 33, 31
 
 
 @pytest.mark.parametrize("parts", CASES)
-def test_minimum_support_equals_the_published_splitting(parts):
-    pi = [part * STEP for part in parts]
-    support = minimum_support(torch.tensor(parts, dtype=torch.float64) / 64)
-    assert law_of(support) == minimum_support_by_splitting(pi, int(sum(pi)))
-
-
-@pytest.mark.parametrize("parts", CASES)
-def test_systematic_support_equals_stepping_through_all_starts(parts):
-    pi = [part * STEP for part in parts]
-    support = systematic_support(torch.tensor(parts, dtype=torch.float64) / 64)
-    assert law_of(support) == systematic_by_stepping(pi, tuple(range(len(pi))), STEP)
+def test_supports_are_those_of_the_published_splitting_and_of_all_starts(parts):
+    pi, probs = [part * STEP for part in parts], torch.tensor(parts, dtype=torch.float64) / 64
+    assert law_of(minimum_support(probs)) == minimum_support_by_splitting(pi, int(sum(pi)))
+    assert law_of(systematic_support(probs)) == systematic_by_stepping(pi, tuple(range(len(pi))), STEP)
 
 
 @pytest.mark.parametrize("parts", CASES)

@@ -15,6 +15,21 @@ spectra = st.lists(
     max_size=30,
 )
 
+# sizes, and how many of them are drawn one after another
+SUCCESSIVE = [
+    (np.array([1.0, 2, 3, 4, 5]), 2),
+    (np.array([5.0, 1, 1, 1, 1, 1]), 3),
+    (10.0 ** -np.arange(6), 3),
+    (1e-10 ** np.arange(6), 3),
+    (1 / np.arange(1, 8) ** 10.0, 3),
+    (1 / np.arange(1, 7) ** 2.0, 5),
+    (np.array([1.0, 2, 3, 1e-5]), 1),
+    (np.array([1, 1, 1e-60, 1e-60, 1e-30, 1e-60]), 2),
+    (np.array([1, 1, 1e-60, 1e-60, 1e-30, 1e-60]), 5),
+    (np.ones(9), 4),
+    (np.arange(1, 10) ** 4.0, 4),
+]
+
 
 def conditional_poisson_law(p: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     """All samples of size n, as rows of 0 and 1, and their probabilities under Poisson sampling given the size."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_laws import conditional_poisson_law, excess, spectra, successive_joint
+from sampling_laws import SUCCESSIVE, conditional_poisson_law, excess, spectra, successive_joint
 from scipy.optimize import minimize
 from torch import Tensor
 
@@ -255,16 +255,6 @@ def test_certain_and_impossible_terms_come_with_everything_and_with_nothing():
     np.testing.assert_allclose(joint[0], successive_inclusion_probs(logs, 4), atol=1e-12)
     np.testing.assert_allclose(joint[[1, 3, 4]][:, [1, 3, 4]], successive_joint(np.exp([0, 1, 0.5]), 2), atol=1e-12)
     assert (joint[2] == 0).all()
-
-
-SUCCESSIVE = [
-    (np.array([5.0, 1, 1, 1, 1, 1]), 3),
-    (10.0 ** -np.arange(6), 3),
-    (np.array([1.0, 2, 3, 1e-5]), 1),
-    (1 / np.arange(1, 7) ** 2.0, 5),
-    (np.ones(9), 4),
-    (np.arange(1, 9) ** 4.0, 4),
-]
 
 
 @pytest.mark.parametrize(("sizes", "n"), SUCCESSIVE)

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 STUDIES = Path(__file__).parents[1] / "studies"
 EXAMPLES = STUDIES.parent / "examples"  # which studies may import
 
@@ -40,3 +42,14 @@ def study_files(study: str | Path, names: Sequence[str], folder: Path) -> Iterat
         folders = (STUDIES, STUDIES / study, EXAMPLES)
         for name in {file.stem for folder in folders for file in folder.rglob("*.py")} - known:
             sys.modules.pop(name, None)
+
+
+def studied(study: str | Path, names: Sequence[str]) -> Any:
+    """A fixture of a whole file of tests: the files of a study as modules, in a folder of their own."""
+
+    @pytest.fixture(scope="module")
+    def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+        with study_files(study, names, tmp_path_factory.mktemp("study")) as modules:
+            yield modules
+
+    return files

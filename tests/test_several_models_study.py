@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from study_files import study_files
+from study_files import studied, study_files
 from torch import Tensor
 
 import lightning_spectral as ls
@@ -26,12 +25,7 @@ pytest.importorskip("matplotlib", reason="the report draws")
 pytestmark = pytest.mark.slow
 MODULES = ("tasks", "images", "photos", "plays", "five_tasks", "federations", "setups", "run", "report", "fixed_size")
 FIVE = ["fashion", "fashion2", "cifar10", "mnist", "shakespeare"]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with study_files("several_models", MODULES, tmp_path_factory.mktemp("several_models")) as modules:
-        yield modules
+files = studied("several_models", MODULES)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from study_files import STUDIES, study_files
+from study_files import STUDIES, studied
 
 import lightning_spectral as ls
 
@@ -41,11 +40,7 @@ MODULES = (
 )
 
 
-@pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The study's files as modules, in a folder of their own."""
-    with study_files("any_network", MODULES, tmp_path_factory.mktemp("study")) as files:
-        yield files
+study = studied("any_network", MODULES)
 
 
 def toy(

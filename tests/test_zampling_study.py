@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import random
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from federation import HARDLY_MOVED
-from study_files import study_files
+from study_files import studied
 from torch import nn
 
 import lightning_spectral as ls
@@ -25,11 +24,7 @@ pytestmark = pytest.mark.slow
 MODULES = ("digits", "tables", "tasks", "plans", "federated", "report", "coding", "remainder", "rates")
 
 
-@pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The study's files as modules, in a folder of their own."""
-    with study_files("zampling", MODULES, tmp_path_factory.mktemp("zampling")) as files:
-        yield files
+study = studied("zampling", MODULES)
 
 
 def test_every_run_has_a_file_of_its_own_an_algorithm_and_a_task(study: Any) -> None:

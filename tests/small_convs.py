@@ -1,4 +1,4 @@
-"""Small convolutional networks whose convolutions clients may hold as factors, and images for them."""
+"""Small convolutional networks whose convolutions clients may hold as factors, images for them, and single layers."""
 
 from typing import Any
 
@@ -8,6 +8,21 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
+
+CONV: list[dict[str, Any]] = [
+    {"kernel_size": 3},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "bias": False},
+    {"kernel_size": 3, "dilation": 2, "padding": 2},
+    {"kernel_size": 3, "padding": 1, "padding_mode": "circular"},
+    {"kernel_size": 3, "padding": 1, "padding_mode": "reflect"},
+    {"kernel_size": 2, "padding": "same", "padding_mode": "replicate"},
+    {"kernel_size": 5, "padding": "same"},
+    {"kernel_size": 3, "padding": "valid", "padding_mode": "circular"},
+]
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 class LitConvs(pl.LightningModule):

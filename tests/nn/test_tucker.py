@@ -6,17 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from small_convs import CONV, rand
+from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.nn import TuckerConv, replace_layers
 from lightning_spectral.nn.layers.tucker import compose, tucker_factors, tucker_ranks
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-
-
-def rand(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 @pytest.mark.parametrize("dims", CONVS)
@@ -62,18 +59,7 @@ def test_ranks_are_the_largest_within_the_values_of_the_terms(shape: tuple[int, 
     assert before == (shape[1], shape[0])
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {"kernel_size": 3},
-    {"kernel_size": 3, "stride": 2, "padding": 1, "bias": False},
-    {"kernel_size": 3, "dilation": 2, "padding": 2},
-    {"kernel_size": 3, "padding": 1, "padding_mode": "circular"},
-    {"kernel_size": 3, "padding": 1, "padding_mode": "reflect"},
-    {"kernel_size": 2, "padding": "same", "padding_mode": "replicate"},
-    {"kernel_size": 5, "padding": "same"},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", CONV, ids=str)
 @pytest.mark.parametrize("dims", CONVS)
 def test_the_layer_is_three_convolutions(dims: int, options: dict[str, Any]) -> None:
     """Outputs and gradients, of one example as well; at full size, those of the dense layer."""

@@ -226,13 +226,11 @@ def test_hooks_run_where_the_hooks_page_says(lit_mlp, toy, quiet, tmp_path):
     assert {name for name in hooks if "server" in found[name]} == at_server & set(hooks) | moves
 
 
-def test_the_metrics_page_names_every_round_metric(lit, toy, quiet):
-    history = ls.RoundHistory()
-    model = ls.FederatedModule(lit, algorithm=ls.SpectralSharding(), clients_per_round=2)
+def test_the_metrics_page_names_every_round_metric(lit, toy, fit):
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4))
-    pl.Trainer(max_epochs=1, callbacks=[history], **quiet).fit(model, data)
+    (row,) = fit(lit, data, algorithm=ls.SpectralSharding(), clients_per_round=2).history.rows
     page = (DOCS / "metrics.md").read_text()
-    assert not [name for name in history.rows[0] if name.startswith("fl/") and f"`{name}`" not in page]
+    assert not [name for name in row if name.startswith("fl/") and f"`{name}`" not in page]
 
 
 def test_the_performance_page_shows_figures_that_its_tables_have() -> None:

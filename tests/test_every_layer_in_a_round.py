@@ -1,6 +1,6 @@
 """Every kind of layer goes through whole rounds: without training nothing changes, and training changes every layer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -86,13 +86,6 @@ def shared_out(dataset: TensorDataset, num_clients: int = 6) -> ls.FederatedData
 
 # half of the terms of tiny random matrices are a poor copy: here they only need to train
 flat_spectra = pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning")
-
-
-@pytest.fixture(autouse=True)
-def same_initial_weights() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
 
 
 def options_for(name: str, keep_ratio: Any) -> ls.SpectralSharding:

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from federation import Fit
+from federation import Fit, seeded
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -56,12 +55,6 @@ SIZES: dict[str, tuple[Build, int]] = {
 }
 
 
-def build(make: Build, seed: int = 0) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return make()
-
-
 def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -79,7 +72,7 @@ def layer_macs(model: nn.Module, inputs: Tensor) -> int:
 def examples(name: str, num_examples: int) -> tuple[Tensor, Tensor]:
     """Inputs of the tiny model, and random targets."""
     generator = torch.Generator().manual_seed(1)
-    shape = (num_examples, *build(TINY[name]).example_input().shape[1:])
+    shape = (num_examples, *seeded(TINY[name]).example_input().shape[1:])
     if name == "gpt":
         characters = torch.randint(4, (num_examples, shape[1] + 1), generator=generator)
         return characters[:, :-1], characters[:, 1:]
@@ -90,7 +83,7 @@ def examples(name: str, num_examples: int) -> tuple[Tensor, Tensor]:
 
 
 def task(name: str) -> models.LitClassifier:
-    return (models.LitNextToken if name == "gpt" else models.LitClassifier)(build(TINY[name]), num_classes=4, lr=0.05)
+    return (models.LitNextToken if name == "gpt" else models.LitClassifier)(seeded(TINY[name]), num_classes=4, lr=0.05)
 
 
 @pytest.mark.parametrize(("make", "size"), SIZES.values(), ids=SIZES.keys())
@@ -116,13 +109,13 @@ def test_resnet_has_the_size_and_the_cost_of_prism_table_10() -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_the_example_input_fits_and_gives_one_row_of_logits(name: str) -> None:
-    model = build(TINY[name])
+    model = seeded(TINY[name])
     assert model(model.example_input()).shape == ((1, 6, 4) if name == "gpt" else (1, 4))
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_examples_of_a_batch_do_not_see_each_other(name: str) -> None:
-    model = build(TINY[name]).eval()
+    model = seeded(TINY[name]).eval()
     inputs, _ = examples(name, 3)
     torch.testing.assert_close(model(inputs), torch.cat([model(inputs[[i]]) for i in range(3)]))
 
@@ -130,7 +123,7 @@ def test_examples_of_a_batch_do_not_see_each_other(name: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TINY)
 def test_the_model_fits_eight_examples_to_a_fiftieth_of_the_loss(name: str) -> None:
-    model = build(TINY[name]).eval()  # dropout would leave a floor under the loss
+    model = seeded(TINY[name]).eval()  # dropout would leave a floor under the loss
     inputs, targets = examples(name, 8)
     if name == "gpt":  # targets that the sequence determines
         targets = inputs.roll(1, dims=1)

@@ -19,9 +19,7 @@ BATCH = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            self.net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.net(x)

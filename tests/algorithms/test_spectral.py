@@ -74,7 +74,6 @@ def test_shards_of_all_terms_sum_to_the_weight() -> None:
 
 @pytest.mark.slow
 def test_unbiased_shard_averages_to_the_weight() -> None:
-    torch.manual_seed(0)
     algorithm, server = ls.SpectralSharding(ls.Unbiased()), net()
     count = 1000
     # planned for ten clients, drawn for many

@@ -47,15 +47,6 @@ def test_secure_sums_double_what_clients_send(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_captured_steps_have_the_bits_of_steps(run: Run) -> None:
-    """Those that cannot be captured are named, and run as always."""
-    rows = [re.split(r" {2,}", line.strip()) for line in run("captured_steps.py").splitlines()[1:]]
-    assert [row[0] for row in rows if int(row[1]) > 40] == [row[0] for row in rows if len(row) == 3]
-    assert len(rows) == 27
-    assert {row[2] for row in rows} == {"equal"}
-
-
-@pytest.mark.slow
 def test_budgets_of_memory_share_what_is_counted(run: Run) -> None:
     printed = run("budgets.py", "--model", "tiny", "--budgets", "3")
     assert int(printed.split()[2]) <= 6

@@ -361,31 +361,38 @@ class Plain(NamedTuple):
 
 
 def _compared(module: nn.Module, without: Collection[str]) -> Iterator[tuple[str, Any]]:
+    package = package_of(module)
+    yield from ((name, comparable(value, 6, package)) for name, value in own_attributes(module) if name not in without)
+
+
+def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Attributes of a module and its parts that torch and Lightning do not keep for themselves; none of metrics."""
     metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())
     for path, part in module.named_modules():
         if isinstance(part, (metric, torch.jit.ScriptModule)):
             continue
         for name, value in vars(part).items():
             of_torch = name in _KEPT_BY_TORCH or name in BACK or name.startswith(("_forward", "_backward"))
-            full = f"{path}.{name}" if path else name
-            if not of_torch and full not in without:
-                yield full, _frozen(value, 6, package_of(module))
+            if not of_torch:
+                yield f"{path}.{name}" if path else name, value
 
 
-def _frozen(value: Any, depth: int, package: str) -> Any:
-    """A value to compare with a later one; ``None`` for what is not compared."""
+def comparable(value: Any, depth: int, package: str, by_place: bool = False) -> Any:
+    """A value to compare with a later one, tensors by content or by place; ``None`` for what is not compared."""
     kind = type(value)
     if kind in PLAIN:
         return None if value is None else Plain(repr(value), kind in (bool, int, str))  # NaN does not equal itself
     if depth == 0 or isinstance(value, (*SHARED, *GENERATORS, nn.Module, nn.Parameter)):  # such as weights of RNNs
         return None
     if isinstance(value, Tensor):
+        if by_place:
+            return id(value)
         if value.grad_fn is not None or value.is_meta or value.layout != torch.strided or not value.numel():
             return None
         return value.shape, _digest(value.detach().cpu())
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
-            return _frozen(value.ravel().tolist(), depth - 1, package)
+            return comparable(value.ravel().tolist(), depth - 1, package, by_place)
         return (value.shape, _digest(value)) if value.size else None
     if package_of(value) == "pandas" and hasattr(value, "_mgr"):
         return hashlib.blake2b(pickle.dumps(value), digest_size=16).hexdigest()
@@ -402,7 +409,7 @@ def _frozen(value: Any, depth: int, package: str) -> Any:
         entries = (*getattr(value, "__dict__", {}).items(), *_slots_of(value))
     else:
         return None
-    frozen = ((str(key), _frozen(entry, depth - 1, package)) for key, entry in entries)
+    frozen = ((str(key), comparable(entry, depth - 1, package, by_place)) for key, entry in entries)
     return [(key, entry) for key, entry in frozen if entry is not None]
 
 

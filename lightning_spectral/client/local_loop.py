@@ -387,14 +387,20 @@ class LocalLoop:
             return output, loss.mean() if isinstance(loss, Tensor) else None
         if not self._eager:
             return self._step_with_closure(task, batch, batch_idx)
-        output = self._forward(task, batch, batch_idx)
-        if (loss := loss_of(output)) is not None:
+        output, loss = self._passes(task, batch, batch_idx)
+        if loss is not None:
             optimizer = self.optimizers[0].optimizer
-            self._zero_grad(optimizer, batch_idx)
-            self._scaled_backward(loss)
             self._after_closure(optimizer, self.before_step[0])
             self._take(optimizer)
             task.recorder.num_steps += 1
+        return output, loss
+
+    def _passes(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:
+        """The forward pass of the user's step, and the backward pass of its loss unless there is none."""
+        output = self._forward(task, batch, batch_idx)
+        if (loss := loss_of(output)) is not None:
+            self._zero_grad(self.optimizers[0].optimizer, batch_idx)
+            self._scaled_backward(loss)
         return output, loss
 
     def _step_with_closure(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:

@@ -1,4 +1,4 @@
-"""A prototype of captured steps, with a stand-in for CUDA graphs: the bits of steps as always, or the reason why not."""
+"""A prototype of captured steps, with a stand-in for CUDA graphs: the bits of steps, or why none are captured."""
 
 from __future__ import annotations
 

@@ -325,6 +325,14 @@ class Algorithm(_AtServer, ABC):
 
     Attributes:
         promises: What filters, samplers and callbacks may rely on; a subclass that does not define it promises nothing.
+
+    Example:
+        >>> from lightning_spectral.algorithms import FedAvg
+        >>> algorithm, server = FedAvg(), nn.Linear(3, 1)  # FederatedModule(..., algorithm=algorithm)
+        >>> algorithm.promises.new_values, algorithm.new_state(server, seed=0)
+        (True, None)
+        >>> algorithm.bind(server).server is server
+        True
     """
 
     promises: ClassVar[Promises | property] = NO_PROMISES

@@ -290,6 +290,13 @@ class Filter:
         reads_steps: Whether its end at the server reads how many steps single clients took.
         equal_weights: Whether it needs clients that weigh the same.
         outlasts_faults: Whether no client may end the run, whatever its data.
+
+    Example:
+        >>> from lightning_spectral.filters import SecureSums, TopK
+        >>> TopK(0.1).takes, TopK(0.1).gives  # FederatedModule(..., filters=[TopK(0.1)])
+        (<Form.VALUES: ...>, <Form.PACKED: ...>)
+        >>> SecureSums().hides_clients, SecureSums().equal_weights
+        (True, ...)
     """
 
     takes: ClassVar[Form | None] = Form.VALUES

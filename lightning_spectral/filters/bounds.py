@@ -25,6 +25,11 @@ class UpdateBound(Filter):
     for sharded layers over the change of the factors, not of their product. Each round counts the clients whose update
     was shortened, as ``fl/clients_bounded``. Where terms are averaged over those who hold them, the only holder of a
     term decides it alone, whatever its weight.
+
+    Example:
+        >>> from lightning_spectral.filters import MaxUpdateNorm
+        >>> isinstance(MaxUpdateNorm(2.0), UpdateBound)  # FederatedModule(..., filters=[MaxUpdateNorm(2.0)])
+        True
     """
 
     reads_single: ClassVar[bool] = True

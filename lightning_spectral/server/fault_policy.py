@@ -36,6 +36,11 @@ class LeaveOut(FaultPolicy):
     Args:
         max_share: Largest share of a round's clients that may be left out for this reason, in [0, 1]; if more are, the
             run ends with a `RoundError`. With 1, a round may lose every client and then changes nothing.
+
+    Example:
+        >>> faults = Faults(on_error=LeaveOut(max_share=0.2))  # FederatedModule(..., faults=faults)
+        >>> faults.ends_run("error"), faults.ends_run("not_finite")
+        (False, False)
     """
 
     max_share: float = 0.5

@@ -192,6 +192,12 @@ class PaddedFactors(AdapterAggregation):
 
     Reference:
         Zhang et al. (2024), FedIT; Cho et al. (2024), HetLoRA, without its pruning and its weights by sparsity.
+
+    Example:
+        >>> from lightning_spectral.algorithms import LoRA
+        >>> of_mixed_ranks = LoRA(rank={4: 0.5, 8: 0.5}, aggregation=PaddedFactors())
+        >>> of_mixed_ranks.aggregation.steps(is_mixed=True)  # what the server's optimizer steps
+        ('B', 'A')
     """
 
     round = PaddedRound
@@ -226,6 +232,11 @@ class FrozenA(AdapterAggregation):
 
     Reference:
         Sun et al. (2024), FFA-LoRA, for equal ranks.
+
+    Example:
+        >>> from lightning_spectral.algorithms import LoRA
+        >>> LoRA(rank=4, aggregation=FrozenA()).aggregation.trained(round_idx=1)
+        ('B',)
     """
 
     round = TermMeanRound
@@ -246,6 +257,12 @@ class AlternatingFactors(AdapterAggregation):
 
     Reference:
         Chen et al. (2024), RoLoRA, for equal ranks.
+
+    Example:
+        >>> from lightning_spectral.algorithms import LoRA
+        >>> aggregation = LoRA(rank=4, aggregation=AlternatingFactors()).aggregation
+        >>> [aggregation.trained(round_idx) for round_idx in range(3)]
+        [('B',), ('A',), ('B',)]
     """
 
     round = TermMeanRound
@@ -308,6 +325,11 @@ class TruncatedProducts(AdapterAggregation):
 
     Reference:
         Bai et al. (2024), FlexLoRA.
+
+    Example:
+        >>> from lightning_spectral.algorithms import LoRA
+        >>> LoRA(rank={4: 0.5, 8: 0.5}, aggregation=TruncatedProducts()).aggregation.steps(is_mixed=True)
+        ()
     """
 
     round = TruncatedRound
@@ -350,6 +372,11 @@ class StackedProducts(AdapterAggregation):
 
     Reference:
         Wang et al. (2024), FLoRA.
+
+    Example:
+        >>> from lightning_spectral.algorithms import LoRA
+        >>> LoRA(rank={4: 0.5, 8: 0.5}, aggregation=StackedProducts()).aggregation.steps(is_mixed=True)
+        ('base',)
     """
 
     round = StackedRound
@@ -396,6 +423,11 @@ class RankedProducts(TruncatedProducts):
 
     Reference:
         Wu et al. (2026), raFLoRA.
+
+    Example:
+        >>> from lightning_spectral.algorithms import LoRA
+        >>> LoRA(rank={4: 0.5, 8: 0.5}, aggregation=RankedProducts()).aggregation
+        RankedProducts()
 
     Note:
         Written from the description in the paper's abstract. Clients are weighted by their coefficients, as everywhere
@@ -513,6 +545,12 @@ class SampledTerms(AdapterAggregation):
 
     Reference:
         Korzhenkov & Louizos (2024), section 3.1, here for the update B A in place of the weight.
+
+    Example:
+        >>> from lightning_spectral.algorithms import LoRA
+        >>> from lightning_spectral.sharding import Unbiased
+        >>> LoRA(rank={4: 0.5, 8: 0.5}, aggregation=SampledTerms(Unbiased())).aggregation
+        SampledTerms(strategy=Unbiased(), design=None)
     """
 
     round = TermMeanRound

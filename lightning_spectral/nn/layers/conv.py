@@ -131,7 +131,13 @@ def _per_dimension(argument: str, value: Any, num_dims: int, rule: Rule) -> tupl
 
 
 class SpectralShardedConv1d(SpectralShardedConv):
-    """``nn.Conv1d`` with one group, held as n singular terms; see `SpectralShardedConv`."""
+    """``nn.Conv1d`` with one group, held as n singular terms; see `SpectralShardedConv`.
+
+    Example:
+        >>> dense, x = torch.nn.Conv1d(3, 8, 5, dilation=2), torch.randn(2, 3, 20)
+        >>> torch.allclose(SpectralShardedConv1d.from_dense(dense, num_terms=8)(x), dense(x), atol=1e-5)
+        True
+    """
 
     conv = staticmethod(F.conv1d)
     channel_dim = -2
@@ -151,7 +157,13 @@ class SpectralShardedConv2d(SpectralShardedConv):
 
 
 class SpectralShardedConv3d(SpectralShardedConv):
-    """``nn.Conv3d`` with one group, held as n singular terms; see `SpectralShardedConv`."""
+    """``nn.Conv3d`` with one group, held as n singular terms; see `SpectralShardedConv`.
+
+    Example:
+        >>> dense, x = torch.nn.Conv3d(2, 6, 3, padding="same"), torch.randn(1, 2, 4, 4, 4)
+        >>> torch.allclose(SpectralShardedConv3d.from_dense(dense, num_terms=6)(x), dense(x), atol=1e-5)
+        True
+    """
 
     conv = staticmethod(F.conv3d)
     channel_dim = -4

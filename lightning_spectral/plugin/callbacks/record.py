@@ -187,6 +187,12 @@ class RoundHistory(RoundCallback):
     Attributes:
         rows: One dictionary per round, in order; only the last may still change.
         turns: The clients' turns by round, if a `CommunicationLedger` reads them.
+
+    Example:
+        >>> history = RoundHistory(config={"hospital": "north"})
+        >>> trainer = pl.Trainer(max_epochs=3, callbacks=[history], logger=False, enable_checkpointing=False)
+        >>> history.rows  # after `trainer.fit(model, data)`, one for each round
+        []
     """
 
     def __init__(self, path: str | Path | None = None, config: Mapping[str, Any] | None = None) -> None:
@@ -380,6 +386,11 @@ class CommunicationLedger(RoundCallback):
     It reads them from the run's `RoundHistory`, which keeps one row per client and round for it, in the checkpoint and
     in the file as well; without a history, the Trainer gets one. A long run makes many rows, so this callback is not
     installed by default; the round's totals (``fl/bytes_down``, ``fl/bytes_up``) are always logged.
+
+    Example:
+        >>> ledger = CommunicationLedger()  # pl.Trainer(callbacks=[ledger], ...)
+        >>> ledger.bytes_per_client()  # of each keep ratio, sent down and up in a turn, after a fit
+        {}
     """
 
     def __init__(self) -> None:

@@ -205,7 +205,6 @@ REFUSED: dict[Callable[..., Any], Rows] = {
     ls.LeaveOut: [({"max_share": 1.5}, r"`max_share` must be in \[0, 1\], got 1\.5")],
     ls.Faults: [({"on_error": "leave out"}, "`on_error` must be an instance of LeaveOut")],
     federated: [
-        ({"faults": ls.LeaveOut()}, "`faults` must be an"),
         ({"dropout": 0.1}, "`dropout` must be an instance"),
         ({"clock": DEVICE}, "`clock` must be an instance of"),
     ],

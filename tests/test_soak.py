@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import pytest
 import torch
+from observed_runs import acting
 from torch import nn
 from torch.utils.data import TensorDataset
 from toy_models import LitNet, cross_entropy
@@ -52,25 +53,22 @@ def held() -> Held:
     )
 
 
-class Watch(ls.RoundCallback):
-    def __init__(self) -> None:
-        self.seen: dict[int, Held] = {}
-
-    def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
-        if summary.round_idx + 1 in (FROM, ROUNDS):
-            self.seen[summary.round_idx + 1] = held()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of a Linux process")
 @pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")  # one client fails whenever it takes part
 def test_five_hundred_rounds_leave_nothing_behind(tmp_path: Path) -> None:
+    seen: dict[int, Held] = {}
+
+    def note(trainer: pl.Trainer, model: Any, summary: Any) -> None:
+        if summary.round_idx + 1 in (FROM, ROUNDS):
+            seen[summary.round_idx + 1] = held()
+
     x = torch.randn(160, 8)
     x[:16] = torch.inf  # the first client's
     data = ls.FederatedDataModule(
         TensorDataset(x, torch.arange(160) % 2), ls.NaturalPartitioner([i // 16 for i in range(160)]), batch_size=8
     )
-    module, watch = flaky(), Watch()
+    module = flaky()
     model = ls.FederatedModule(
         module,
         algorithm=ls.SpectralSharding(keep_ratio={0.1: 0.5, 0.2: 0.5}),
@@ -84,12 +82,12 @@ def test_five_hundred_rounds_leave_nothing_behind(tmp_path: Path) -> None:
         accelerator="cpu",
         logger=False,
         default_root_dir=tmp_path,
-        callbacks=[watch],
+        callbacks=[acting(on_round_end=note)],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(model, data)
-    early, late = watch.seen[FROM], watch.seen[ROUNDS]
+    early, late = seen[FROM], seen[ROUNDS]
     assert late.open_files == early.open_files
     model_bytes = sum(parameter.nbytes for parameter in module.parameters())
     # after a failure there is no sub-model of that ratio for a while: less than one model either way

@@ -1,18 +1,11 @@
 """All aggregations of adapters."""
 
-from collections.abc import Sequence
+import inspect
+from dataclasses import is_dataclass
+from typing import Any
 
 import lightning_spectral as ls
 
-AGGREGATIONS: Sequence[ls.algorithms.AdapterAggregation] = [
-    ls.PaddedFactors(),
-    ls.FrozenA(),
-    ls.algorithms.OrthonormalA(),
-    ls.AlternatingFactors(),
-    ls.TruncatedProducts(),
-    ls.algorithms.RankedProducts(),
-    ls.StackedProducts(),
-    ls.SampledTerms(),
-    ls.algorithms.FoldedTerms(),
-    ls.algorithms.ParallelTerms(),
-]
+PUBLIC: list[Any] = [getattr(ls.algorithms, name) for name in ls.algorithms.__all__]
+KINDS = [kind for kind in PUBLIC if inspect.isclass(kind) and issubclass(kind, ls.algorithms.AdapterAggregation)]
+AGGREGATIONS = [kind() for kind in KINDS if is_dataclass(kind)]  # which the base is not

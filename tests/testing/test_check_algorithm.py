@@ -4,12 +4,13 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
+from aggregations import AGGREGATIONS
 from torch import Tensor
 from toy_models import LitMLP, LitSmall
 
@@ -30,13 +31,6 @@ from lightning_spectral.testing.trial import Case, Trial, change_norms
 PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
 ALL_LAYERS = ls.LayerChoices(keep_first_and_last_dense=False)
 WIDTHS = {0.25: 0.5, 0.5: 0.5}
-AGGREGATIONS = [
-    getattr(ls.algorithms, name)
-    for name in ls.algorithms.__all__
-    if inspect.isclass(getattr(ls.algorithms, name))
-    and issubclass(getattr(ls.algorithms, name), ls.algorithms.AdapterAggregation)
-    and is_dataclass(getattr(ls.algorithms, name))  # which the base is not
-]
 
 # Algorithms whose weights rest if nobody trains, and those that average what they draw, cut or truncate, or drop what
 # nobody can hold.
@@ -62,7 +56,7 @@ RESTING = {
     "width, rolling channels": ls.WidthSharding(ls.RollingChannels(), keep_ratio=WIDTHS, plan=PLAN),
     "width of each step": ls.WidthSharding(keep_ratio=WIDTHS, step_widths=(0.25, 0.5), plan=PLAN),
     "averages of each width": ls.WidthSharding(keep_ratio=WIDTHS, step_widths=(0.25, 0.5), averages_per_width=True),
-    **{f"LoRA with {kind.__name__}": ls.LoRA({1: 0.5, 3: 0.5}, aggregation=kind()) for kind in AGGREGATIONS},
+    **{f"LoRA with {type(own).__name__}": ls.LoRA({1: 0.5, 3: 0.5}, aggregation=own) for own in AGGREGATIONS},
 }
 DRAWING = {
     "spectral, within reach": ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(output_ratio=0.4)),

@@ -37,6 +37,7 @@ MODULES = (
     "run",
     "report",
     "mixed_digits",
+    "one_size_up",
 )
 
 

@@ -165,8 +165,9 @@ class ClientData:
 
     def classes(self) -> Tensor:
         """The classes of the client's examples, ascending, int64, shape ``(num_classes,)``."""
-        return self.class_counts()[0]
+        return self.class_counts[0]
 
+    @cached_property
     def class_counts(self) -> tuple[Tensor, Tensor]:
         """The same classes, and the number of examples of each, int64."""
         if self.labels is None:

@@ -332,6 +332,8 @@ class Instructions:
         return {name: own for name, own in client_state.items() if not name.startswith(prefixes)}
 
     def _of_algorithm(self, download: Download) -> Download:
+        if not download.client_state:  # spares most clients several copies of it
+            return download
         return replace(download, client_state=self._without_filters(download.client_state))
 
     def _turn(self, name: str, client: nn.Module, download: Download, parties: Parties | None = None) -> DeviceTurn:

@@ -368,7 +368,7 @@ class CalibratedLogits(LogitsHook):
 
     def changing(self, data: ClientData, logits: Tensor, dim: int) -> Change | None:
         weight = (1 + math.cos(math.pi * min(1.0, data.round_idx / self.rounds))) / 2
-        classes, counts = data.class_counts()
+        classes, counts = data.class_counts
         shares = torch.zeros(logits.shape[dim], dtype=torch.float64)
         shares[classes[classes >= 0]] = counts[classes >= 0].double()
         shift = weight * ((shares + 0.1) / (shares + 0.1).sum()).log()

@@ -186,7 +186,10 @@ class CapturedLoop(LocalLoop):
             found.add((name, tensor.data_ptr(), tensor.requires_grad))
         found |= {(f"{path}.training", part.training) for path, part in module.named_modules()}
         for name, value in kept_state.own_attributes(module):
-            found.add((name, repr(kept_state.comparable(value, 6, self._package, by_place=True))))
+            if isinstance(value, Tensor):
+                found.add((name, id(value)))
+            else:
+                found.add((name, repr(kept_state.comparable(value, 6, self._package))))
         return frozenset(found)
 
     def _reason_against(self, task: LocalTask) -> str:

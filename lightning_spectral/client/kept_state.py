@@ -377,22 +377,20 @@ def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}" if path else name, value
 
 
-def comparable(value: Any, depth: int, package: str, by_place: bool = False) -> Any:
-    """A value to compare with a later one, tensors by content or by place; ``None`` for what is not compared."""
+def comparable(value: Any, depth: int, package: str) -> Any:
+    """A value to compare with a later one; ``None`` for what is not compared."""
     kind = type(value)
     if kind in PLAIN:
         return None if value is None else Plain(repr(value), kind in (bool, int, str))  # NaN does not equal itself
     if depth == 0 or isinstance(value, (*SHARED, *GENERATORS, nn.Module, nn.Parameter)):  # such as weights of RNNs
         return None
     if isinstance(value, Tensor):
-        if by_place:
-            return id(value)
         if value.grad_fn is not None or value.is_meta or value.layout != torch.strided or not value.numel():
             return None
         return value.shape, _digest(value.detach().cpu())
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
-            return comparable(value.ravel().tolist(), depth - 1, package, by_place)
+            return comparable(value.ravel().tolist(), depth - 1, package)
         return (value.shape, _digest(value)) if value.size else None
     if package_of(value) == "pandas" and hasattr(value, "_mgr"):
         return hashlib.blake2b(pickle.dumps(value), digest_size=16).hexdigest()
@@ -409,7 +407,7 @@ def comparable(value: Any, depth: int, package: str, by_place: bool = False) -> 
         entries = (*getattr(value, "__dict__", {}).items(), *_slots_of(value))
     else:
         return None
-    frozen = ((str(key), comparable(entry, depth - 1, package, by_place)) for key, entry in entries)
+    frozen = ((str(key), comparable(entry, depth - 1, package)) for key, entry in entries)
     return [(key, entry) for key, entry in frozen if entry is not None]
 
 

@@ -22,8 +22,9 @@ from torch.utils.data import TensorDataset
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from photos import cifar10
 from plans import final
-from quiet import quiet_trainer, silence_lightning
+from quiet import silence_lightning
 from records import keep, read_runs, restore, train_once
+from run import fitted
 from setups import NARROW, SERVERS, SETUPS, few_label_hooks
 from tasks import BATCH_SIZE, LOCAL_EPOCHS, Classifier, by_halves
 
@@ -31,7 +32,7 @@ import lightning_spectral as ls
 
 OUTPUT = Path("outputs/one_size_up")
 NUM_CLIENTS, CLIENTS_PER_ROUND, NUM_TRAIN, NUM_VAL, NUM_TEST = 20, 5, 2_000, 400, 1_000
-NUM_ROUNDS, EVERY = 40, 5
+NUM_ROUNDS = 40
 SMALL, LARGE = 0.1, 0.4  # keep ratios of the two halves
 RATES = (0.05, 0.1, 0.025)
 CONTENDERS = ("FedHM", NARROW, "sharding", "Tucker factors", "FedAvg")
@@ -65,8 +66,9 @@ def train(contender: str, lr: float) -> dict[str, Any]:
     if contender == NARROW:
         by_width = ls.WidthSharding(keep_ratio=math.sqrt(SMALL))
         module = ls.algorithms.narrow_model(ls.FederatedModule(module, algorithm=by_width), math.sqrt(SMALL))
-    history, ledger, begun = ls.RoundHistory(), ls.CommunicationLedger(), time.perf_counter()
-    model = ls.FederatedModule(
+    begun = time.perf_counter()
+    federation = partial(
+        ls.FederatedModule,
         module,
         algorithm=SETUPS[contender](SMALL if contender in EQUAL else ratios, module),
         local_hooks=few_label_hooks(module, NUM_ROUNDS),
@@ -74,13 +76,7 @@ def train(contender: str, lr: float) -> dict[str, Any]:
         local_epochs=LOCAL_EPOCHS,
         server_optimizer=SERVERS["momentum"],
     )
-    error = ""
-    try:
-        quiet_trainer(NUM_ROUNDS, [history, ledger], EVERY).fit(model, dealt())
-    except (ls.errors.RoundError, ls.ClientError) as failure:  # a diverged run is a result
-        error = str(failure).splitlines()[0]
-    curves = {name: [row[name] for row in history.rows if name in row] for name in ("val", "test")}
-    turns = {} if error else {str(ratio): sum(both) for ratio, both in ledger.bytes_per_client().items()}
+    curves, turns, error = fitted(federation, dealt(), NUM_ROUNDS)
     seconds = round(time.perf_counter() - begun, 1)
     return {"contender": contender, "lr": lr, **curves, "bytes_per_turn": turns, "error": error, "seconds": seconds}
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import fedlrt
+import lightning.pytorch as pl
 import torch
 from plans import OUTPUT, PLANS, Spec, missing, results
 from quiet import quiet_trainer, silence_lightning
@@ -46,29 +47,42 @@ def train(spec: Spec) -> dict[str, Any]:
     torch.manual_seed(spec.seed)
     module, data = Classifier(spec.net, spec.lr, spec.num_rounds), deal(spec.data, spec.split, spec.seed)
     data = second_half(data, spec.seed) if spec.setup.startswith(LARGE) else data
-    history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
-    error, begun = "", time.perf_counter()
+    begun = time.perf_counter()
     if spec.setup in OWN_ROUNDS:
         curves, turn, error = fedlrt.train(module, data, float(spec.keep_ratio), spec.seed, EVERY)
         return record(spec, curves, {} if error else {str(spec.keep_ratio): turn}, error, begun)
-    try:
-        module = narrowed(module, smallest(spec.keep_ratio)) if spec.setup.endswith(NARROW) else module
-        model = ls.FederatedModule(
-            module,
-            algorithm=algorithm_of(spec.setup, spec.keep_ratio, module),
-            local_hooks=few_label_hooks(module, spec.num_rounds) if spec.setup.startswith(FEW_LABELS) else [],
+
+    def federation() -> ls.FederatedModule:
+        of_all = narrowed(module, smallest(spec.keep_ratio)) if spec.setup.endswith(NARROW) else module
+        return ls.FederatedModule(
+            of_all,
+            algorithm=algorithm_of(spec.setup, spec.keep_ratio, of_all),
+            local_hooks=few_label_hooks(of_all, spec.num_rounds) if spec.setup.startswith(FEW_LABELS) else [],
             clients_per_round=CLIENTS_PER_ROUND,
             local_epochs=LOCAL_EPOCHS,
             server_optimizer=SERVERS[spec.server],
             seed=spec.seed,
         )
-        averages = [ls.plugin.callbacks.BatchNormEstimation(EVERY)] if spec.setup.startswith(ESTIMATED) else []
-        quiet_trainer(spec.num_rounds, [history, ledger, *averages], EVERY).fit(model, data)
+
+    averages = [ls.plugin.callbacks.BatchNormEstimation(EVERY)] if spec.setup.startswith(ESTIMATED) else []
+    return record(spec, *fitted(federation, data, spec.num_rounds, averages), begun)
+
+
+def fitted(
+    federation: Callable[[], ls.FederatedModule],
+    data: ls.FederatedDataModule,
+    num_rounds: int,
+    callbacks: Sequence[pl.Callback] = (),
+) -> tuple[dict[str, Any], dict[str, float], str]:
+    """Fit a federation. Return its curves and the bytes of a client's turn, and the error that ended it, if any."""
+    history, ledger, error = ls.RoundHistory(), ls.CommunicationLedger(), ""
+    try:
+        quiet_trainer(num_rounds, [history, ledger, *callbacks], EVERY).fit(federation(), data)
     except (ls.errors.RoundError, ls.ClientError, ValueError) as failure:  # a diverged run is a result
         error = str(failure).splitlines()[0]
     curves = {name: [row[name] for row in history.rows if name in row] for name in ("val", "test", "fl/loss")}
     turns = {} if error else {str(ratio): sum(both) for ratio, both in ledger.bytes_per_client().items()}
-    return record(spec, curves, turns, error, begun)
+    return curves, turns, error
 
 
 def record(spec: Spec, curves: dict[str, Any], turns: dict[str, float], error: str, begun: float) -> dict[str, Any]:

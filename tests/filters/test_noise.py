@@ -235,6 +235,7 @@ def test_a_federation_can_ask_all_its_clients_for_noise(algorithm: Any, fit: Fit
     torch.testing.assert_close(ours.tensors, theirs.tensors, rtol=0, atol=1e-4)
     assert not same_state(ours.tensors, theirs.tensors)
     assert theirs.rows[0].keys() - ours.rows[0].keys() == {"fl/loss", "train_loss", "train_acc"}
+    assert not any("fl/loss" in row for row in ours.rows)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """A device's SuperNode: Flower's own, except for its pauses and for how it starts its program for a message.
 
-Flower's looks every three seconds, and its program, of which a message starts one, imports for a second before it does
-anything; no option changes either. Here a message waits at most a fifth longer than necessary, and the program runs in
-a fork of a process that has imported it. A kit's devices run this; ``flower-supernode`` works as well.
+Flower's looks every three seconds and waits for one or more if a message comes before its parts; its program, of which
+a message starts one, imports for a second; no option changes this. Here a message waits at most a fifth longer than
+necessary, and the program runs in a fork of a process that has imported it. ``flower-supernode`` works as well.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 from lightning_spectral.errors import from_extra
 
@@ -24,9 +24,10 @@ with from_extra("network"):
     from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
     from flwr.supernode import start_client_internal
     from flwr.supernode.cli import flower_supernode
-    from flwr.supernode.runtime.run_clientapp import run_clientapp
+    from flwr.supernode.runtime import run_clientapp as program
 
 SHORTEST, GROWTH = 0.1, 1.2  # seconds of the first pause without a message, and by how much each is longer
+PART = 0.05  # seconds of the first pause for a part of a message; Flower doubles it up to ten
 AT_HOME = 0.25  # seconds between two checks, on the device itself, whether the SuperNode has a message
 
 
@@ -51,7 +52,7 @@ class ForkingExecutor(SubprocessExecutor):  # type: ignore[misc]
             return super().launch(spec)
         if os.fork() == 0:
             try:
-                run_clientapp(spec.runtime_api_address, spec.token, spec.insecure, parent_pid=spec.parent_pid)
+                program.run_clientapp(spec.runtime_api_address, spec.token, spec.insecure, parent_pid=spec.parent_pid)
             finally:
                 os._exit(0)
         return LaunchResult.accepted()
@@ -68,15 +69,15 @@ def main() -> None:
     parser = ArgumentParser(add_help=False)
     parser.add_argument("--port", type=int, required=True)
     port, node = parser.parse_known_args()[0].port, os.getpid()
+    for module, name in ((start_client_internal, "pull_objects"), (program, "pull_and_inflate_object_from_tree")):
+        vars(module)[name] = partial(vars(module)[name], initial_backoff=PART)
     if os.fork() == 0:
-        executors: Any = run_superexec
-        executors.get_executor = lambda *args, **options: ForkingExecutor()
+        vars(run_superexec)["get_executor"] = lambda *args, **options: ForkingExecutor()
         os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", str(AT_HOME))
         sys.argv[1:] = ["--insecure", f"--runtime-api-address=127.0.0.1:{port}", f"--parent-pid={node}"]
         flower_superexec()
         return
-    loop: Any = start_client_internal
-    loop.time = Pauses()
+    vars(start_client_internal)["time"] = Pauses()
     sys.argv.append("--isolation=process")
     flower_supernode()
 

@@ -24,6 +24,7 @@ from flwr.proto.node_pb2 import Node
 from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor.types import ExecutionSpec
 from flwr.supercore.task_identity import TaskIdentity
@@ -411,6 +412,31 @@ def test_a_node_waits_for_a_message_at_most_a_fifth_longer_than_it_must(monkeypa
         assert slept[-1] == 3.0
 
 
+def test_parts_that_come_after_their_message_are_not_waited_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pull(name: str) -> bytes:
+        tries.append(name)
+        if len(tries) <= 2:  # two of Flower's pauses are at least 2.4 seconds
+            raise ObjectUnavailableError(name)
+        return b"content"
+
+    program, sent = supernode.program, RecordDict()
+    for replaced, name in ((start_client_internal, "pull_objects"), (program, "pull_and_inflate_object_from_tree")):
+        monkeypatch.setattr(replaced, name, getattr(replaced, name))
+    monkeypatch.setattr(start_client_internal, "time", time)
+    monkeypatch.setattr(supernode, "flower_supernode", lambda: None)
+    monkeypatch.setattr(os, "fork", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["supernode", "--port=9"])
+    supernode.main()
+    tries, start = list[str](), time.monotonic()
+    assert start_client_internal.pull_objects(["a"], pull) == {"a": b"content"}
+    tries.clear()
+    pulled = program.pull_and_inflate_object_from_tree(
+        get_object_tree(sent), lambda name: pull(name) and sent.deflate(), lambda name: None
+    )
+    assert pulled == sent
+    assert time.monotonic() - start < 2.0
+
+
 def test_what_a_node_replaces_in_flower_is_there() -> None:
     assert start_client_internal.time is time
     assert run_superexec.get_executor("subprocess").__class__ is supernode.ForkingExecutor.__base__
@@ -421,7 +447,7 @@ def test_the_program_for_a_message_runs_in_a_fork(tmp_path: Path, monkeypatch: p
         (tmp_path / "said").write_text(f"{address} {token} {insecure} {parent_pid} {os.getppid()}")
 
     forked, fork = list[int](), os.fork  # there may be other children, of packages that are imported
-    monkeypatch.setattr(supernode, "run_clientapp", program)
+    monkeypatch.setattr(supernode.program, "run_clientapp", program)
     monkeypatch.setattr(os, "fork", lambda: forked.append(fork()) or forked[-1])
     executor = supernode.ForkingExecutor()
     spec = ExecutionSpec(TaskType.CLIENT_APP, "127.0.0.1:9", "a token", True, None, False, 7, False, 1)

@@ -302,7 +302,7 @@ class Instructions:
             upload, own = end.leave(self._turn(name, client, download, parties), upload)
             if own and not end.keeps:
                 raise TypeError(f"{type(end).__name__} keeps {', '.join(own)} for the next turn; set `keeps = True`.")
-            kept |= {_kept_name(name, key): tensor for key, tensor in own.items()}
+            kept |= {f"{name}/{key}": tensor for key, tensor in own.items()}
             if self.side_keeps_state and not end.hides_values and upload.left_out is None:
                 seen = end.unpack(download, upload)
         if upload.left_out is not None:
@@ -321,33 +321,28 @@ class Instructions:
 
     def own_model(self, client_state: Tensors) -> dict[str, Tensor]:
         """The values of a client's own model that differ from the server's, given its state."""
-        own = dict(self.side.own_model(self._without_filters(client_state)))
+        kept = self._kept_by(client_state)
+        own = dict(self.side.own_model(kept[""]))
         for name, end in self.ends.items():
-            own |= end.own_model(kept_by(name, client_state))
+            own |= end.own_model(kept[name])
         return own
 
-    def _without_filters(self, client_state: Tensors) -> Tensors:
-        """What the algorithm alone has kept of a client."""
-        prefixes = tuple(_kept_name(name, "") for name in self.ends)
-        return {name: own for name, own in client_state.items() if not name.startswith(prefixes)}
+    def _kept_by(self, client_state: Tensors) -> dict[str, dict[str, Tensor]]:
+        """What each filter has kept of a client, by its own names, and the algorithm, whose name is empty."""
+        kept: dict[str, dict[str, Tensor]] = {name: {} for name in ("", *self.ends)}
+        for name, tensor in client_state.items():
+            end, _, own = name.partition("/")
+            keeper, own = (end, own) if end in self.ends else ("", name)
+            kept[keeper][own] = tensor
+        return kept
 
     def _of_algorithm(self, download: Download) -> Download:
         if not download.client_state:  # spares most clients several copies of it
             return download
-        return replace(download, client_state=self._without_filters(download.client_state))
+        return replace(download, client_state=self._kept_by(download.client_state)[""])
 
     def _turn(self, name: str, client: nn.Module, download: Download, parties: Parties | None = None) -> DeviceTurn:
-        return DeviceTurn(client, download, kept_by(name, download.client_state), parties or Parties())
-
-
-def _kept_name(filter_name: str, name: str) -> str:
-    return f"{filter_name}/{name}"
-
-
-def kept_by(filter_name: str, client_state: Tensors) -> dict[str, Tensor]:
-    """What one filter has kept of a client, by its own names."""
-    prefix = _kept_name(filter_name, "")
-    return {name.removeprefix(prefix): own for name, own in client_state.items() if name.startswith(prefix)}
+        return DeviceTurn(client, download, self._kept_by(download.client_state)[name], parties or Parties())
 
 
 @dataclass(eq=False, repr=False)

@@ -334,16 +334,12 @@ class LocalLoop:
         self.scaler: GradScaler | None = None
         self.recorder: Recorder | None = None
         self._redirect = settings.redirect
-        self._methods: dict[str, Callable[..., Any]] = {
-            "optimizers": self._optimizers,
-            "manual_backward": self._manual_backward,
-        }
         self._eager = not self.is_manual and self.user.optimizer_step is None and not _needs_closure(optimizers[0])
 
     def __call__(self, task: LocalTask) -> LocalResult:
         user, self.recorder, self.before_step = self.user, task.recorder, task.before_step
         recorder = self.recorder
-        self._redirect(self.module, self._methods)
+        self._redirect(self.module, {"optimizers": self._optimizers, "manual_backward": self._manual_backward})
         self.scaler = copy.deepcopy(self.placement.scaler)  # no client inherits a scale from another
         recorder.task, recorder.num_steps = task, 0
         losses: list[tuple[Tensor, int]] = []  # of each batch, with its size; read once, when the client is done

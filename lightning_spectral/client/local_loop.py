@@ -385,17 +385,16 @@ class LocalLoop:
             return self._step_with_closure(task, batch, batch_idx)
         output, loss = self._passes(task, batch, batch_idx)
         if loss is not None:
-            optimizer = self.optimizers[0].optimizer
-            self._after_closure(optimizer, self.before_step[0])
-            self._take(optimizer)
-            task.recorder.num_steps += 1
+            self.optimizers[0].step()
         return output, loss
 
     def _passes(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:
         """The forward pass of the user's step, and the backward pass of its loss unless there is none."""
         output = self._forward(task, batch, batch_idx)
-        if (loss := loss_of(output)) is not None:
+        loss = loss_of(output)
+        if loss is not None or not self._eager:  # a step that asks for a loss and gets none has no gradients
             self._zero_grad(self.optimizers[0].optimizer, batch_idx)
+        if loss is not None:
             self._scaled_backward(loss)
         return output, loss
 
@@ -406,14 +405,9 @@ class LocalLoop:
 
         @torch.enable_grad()  # a step switches gradients off
         def closure() -> Tensor | None:
-            output = self._forward(task, batch, batch_idx)
-            loss = loss_of(output)
-            evaluated.append((output, loss))
-            self._zero_grad(optimizer.optimizer, batch_idx)
-            if loss is None:
-                return None
-            self._scaled_backward(loss)
-            return loss.detach()
+            evaluated.append(self._passes(task, batch, batch_idx))
+            _, loss = evaluated[-1]
+            return None if loss is None else loss.detach()
 
         if self.user.optimizer_step is None:
             optimizer.step(closure)
@@ -460,9 +454,8 @@ class LocalLoop:
             act()
 
     def step(self, optimizer: Optimizer, index: int, closure: Callable[[], Any] | None, options: Any) -> Any:
-        """Take a step that the user's code asks for."""
+        """Take a step, after a closure if there is one."""
         assert self.recorder is not None, "a client trains"
-        self.recorder.num_steps += 1
 
         def evaluated() -> Any:
             result = None if closure is None else closure()
@@ -470,9 +463,11 @@ class LocalLoop:
             return result
 
         if closure is not None and self.scaler is None:
-            return optimizer.step(evaluated, **options)
-        result = evaluated()
-        self._take(optimizer, **options)
+            result = optimizer.step(evaluated, **options)
+        else:
+            result = evaluated()
+            self._take(optimizer, **options)
+        self.recorder.num_steps += 1
         return result
 
     def _take(self, optimizer: Optimizer, **options: Any) -> None:

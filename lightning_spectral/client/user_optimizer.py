@@ -40,14 +40,12 @@ class Group:
 
     Attributes:
         index: Index of the user's group.
-        names: Names of the parameters; differing options follow from the first.
-        parameters: The parameters.
+        named: The parameters by name; differing options follow from the first.
         options: Given the options of the user's group, those that differ.
     """
 
     index: int
-    names: list[str]
-    parameters: list[nn.Parameter]
+    named: dict[str, nn.Parameter]
     options: Callable[[Options], Options]
 
 
@@ -93,7 +91,7 @@ class LocalOptimizer:
             lists.add(id(one.param_groups))
             groups = _groups_of(one, server, named, stand_ins)
             own = [{id(p) for p in group["params"]} for group in one.param_groups]
-            if [{id(p) for p in group.parameters} for group in groups] != own:
+            if [{id(p) for p in group.named.values()} for group in groups] != own:
                 self._groups.append((one, groups))
         self._initial_state = self._state_of_new()
         if self._groups:
@@ -111,11 +109,11 @@ class LocalOptimizer:
             before, one.param_groups[:] = list(one.param_groups), []
             for part in groups:
                 whole = before[part.index]
-                key = id(whole), part.names[0]  # a dictionary that two optimizers share stays shared
+                key = id(whole), next(iter(part.named))  # a dictionary that two optimizers share stays shared
                 if key not in made:
                     kept = {name: value for name, value in whole.items() if name not in NO_OPTIONS}
-                    names = {"param_names": part.names} if "param_names" in whole else {}
-                    made[key] = {"params": part.parameters, **names, **kept, **part.options(kept)}
+                    names = {"param_names": list(part.named)} if "param_names" in whole else {}
+                    made[key] = {"params": list(part.named.values()), **names, **kept, **part.options(kept)}
                 one.param_groups.append(made[key])
         for parameter, state in self._initial_state.items():
             tensors = {id(tensor): tensor.clone() for tensor in _tensors_in(state)}
@@ -142,14 +140,15 @@ class LocalOptimizer:
     def _state_of_new(self) -> dict[Tensor, Any]:
         """The state that a constructor makes before the first step, as Adagrad's does, for parameters that are new."""
         optimizer = self.optimizer
-        new = {p for _, groups in self._groups for group in groups for p in group.parameters} - optimizer.state.keys()
+        used = {p for _, groups in self._groups for group in groups for p in group.named.values()}
+        new = used - optimizer.state.keys()
         if not optimizer.state or not new:
             return {}
         kind = type(optimizer)
         accepted = inspect.signature(kind).parameters
         options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
         groups = next(groups for one, groups in self._groups if one is optimizer)
-        given = [{**options_of(optimizer)[group.index], "params": list(group.parameters)} for group in groups]
+        given = [{**options_of(optimizer)[group.index], "params": list(group.named.values())} for group in groups]
         try:
             made = kind(given, **options)
         except TypeError as error:
@@ -208,9 +207,7 @@ def _groups_of(
         if (index := index_of.get(stand_in.origin)) is None:
             continue  # not in the user's optimizer, so it is not trained
         key = index, tuple(stand_in.options(options[index]).items())
-        group = found.setdefault(key, Group(index, [], [], stand_in.options))
-        group.names.append(name)
-        group.parameters.append(parameter)
+        found.setdefault(key, Group(index, {}, stand_in.options)).named[name] = parameter
     return sorted(found.values(), key=lambda group: group.index)
 
 

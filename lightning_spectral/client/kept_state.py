@@ -48,7 +48,9 @@ def parts_of(whole: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     yield from ((f"{path}.{name}" if path else name, part) for name, part in attributes)
 
 
-def all_parts(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def all_parts(
+    roots: Mapping[str, Any], parts: Callable[[Any, str], Iterator[tuple[str, Any]]] = parts_of
+) -> Iterator[tuple[str, Any]]:
     """Some objects and their parts, the parts of these and so on, each once with the shortest path to it."""
     seen: set[int] = set()
     rest = deque(roots.items())
@@ -57,7 +59,7 @@ def all_parts(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if id(whole) not in seen:
             seen.add(id(whole))
             yield path, whole
-            rest.extend(parts_of(whole, path))
+            rest.extend(parts(whole, path))
 
 
 def path_to(wanted: Any, roots: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.client.kept_state import path_to
+from lightning_spectral.client.kept_state import all_parts, parts_of, path_to
 from lightning_spectral.protocol.records import Options
 
 LISTED = 3  # further parameters are counted
@@ -169,20 +169,13 @@ def family(optimizer: Optimizer) -> Iterator[Optimizer]:
         >>> list(family(sgd)) == [sgd]
         True
     """
-    seen: set[int] = set()
-    rest: list[Any] = [optimizer]
-    while rest:
-        value = rest.pop(0)
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Optimizer):
-            yield value
-            rest.extend(held for name, held in vars(value).items() if name not in ("param_groups", "state"))
-        elif isinstance(value, list | tuple):
-            rest.extend(value)
-        elif isinstance(value, dict):
-            rest.extend(value.values())
+
+    def inner(whole: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(whole, Optimizer):
+            return ((path, held) for name, held in vars(whole).items() if name not in ("param_groups", "state"))
+        return parts_of(whole) if isinstance(whole, list | tuple | dict) else iter(())
+
+    return (part for _, part in all_parts({"": optimizer}, inner) if isinstance(part, Optimizer))
 
 
 def options_of(optimizer: Optimizer) -> tuple[Options, ...]:

@@ -27,13 +27,12 @@ class Entries:
 
     mapping: dict[Any, Any]
     first: Mapping[Any, Any]  # new ones before all others
-    changed: Mapping[Any, Any]
-    last: Mapping[Any, Any]
+    others: Mapping[Any, Any]  # changed ones, which stay where they are, and new ones at the end
     gone: Collection[Any]
 
     def apply(self) -> None:
-        kept = {key: self.changed.get(key, entry) for key, entry in self.mapping.items() if key not in self.gone}
-        content = {**self.first, **kept, **self.last}
+        kept = {key: entry for key, entry in self.mapping.items() if key not in self.gone}
+        content = {**self.first, **kept, **self.others}
         self.mapping.clear()
         self.mapping.update(content)
 
@@ -183,7 +182,7 @@ class Forms:
         classes = [(part, type(part)) for part, kind in kept.classes if type(part) is not kind]
         entries = [own for mapping, before in kept.mappings() if (own := _entry_change(mapping, before)) is not None]
         flags = [(t, t.requires_grad) for t, needed in kept.needed_gradients if t.requires_grad != needed]
-        new = [value for own in entries for found in (own.first, own.changed, own.last) for value in found.values()]
+        new = [value for own in entries for found in (own.first, own.others) for value in found.values()]
         form = Form(
             classes,
             entries,
@@ -240,10 +239,9 @@ class Forms:
 
 def _entry_change(mapping: dict[Any, Any], before: dict[Any, Any]) -> Entries | None:
     gone = {key for key in before if key not in mapping}
-    changed = {key: entry for key, entry in mapping.items() if key in before and before[key] is not entry}
-    first = {key: mapping[key] for key in takewhile(lambda key: key not in before, mapping)}
-    last = {key: entry for key, entry in mapping.items() if key not in before and key not in first}
-    return Entries(mapping, first, changed, last, gone) if gone or changed or first or last else None
+    new = {key: entry for key, entry in mapping.items() if key not in before or before[key] is not entry}
+    first = {key: new.pop(key) for key in takewhile(lambda key: key not in before, mapping)}
+    return Entries(mapping, first, new, gone) if gone or first or new else None
 
 
 @contextmanager

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from lightning_spectral.client.kept_state import KeptState
 from lightning_spectral.protocol.exchange import buffer_shapes, named_state
 
-TakeForm = Callable[[nn.Module, float], object]
-
 
 @dataclass(frozen=True, eq=False)
 class Entries:
@@ -98,7 +96,7 @@ class Forms:
     """
 
     module: nn.Module
-    take_form: TakeForm
+    take_form: Callable[[nn.Module, float], object]
     others: Sequence[Any] = ()
     owned: bool = False
     kept: KeptState | None = field(default=None, init=False)
@@ -107,7 +105,7 @@ class Forms:
     _form: Form | None = field(default=None, init=False)
     _last: KeptState | None = field(default=None, init=False)
     _forms: dict[float, Form] = field(default_factory=dict, init=False)
-    _memory: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
+    _memory: dict[Tensor, Tensor] = field(default_factory=dict, init=False)
     _server: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
 
     @contextmanager
@@ -171,8 +169,7 @@ class Forms:
         if parts != self._parts:
             self._parts = parts
             self._forms.clear()
-        now = {id(tensor) for tensor in kept.tensors}
-        self._memory = {key: entry for key, entry in self._memory.items() if key in now}
+        self._memory = {tensor: self._memory[tensor] for tensor in kept.tensors if tensor in self._memory}
         self._shared.clear()
 
     def _built(self, kept: KeptState, capacity: float) -> Form:
@@ -202,20 +199,18 @@ class Forms:
             return
         assert self.kept is not None, "it is kept before it changes"
         if capacity not in self._shared:
-            whose = {id(tensor) for tensor in self.kept.tensors}
-            mine = named_state(self.module).items()
-            self._shared[capacity] = {name: tensor for name, tensor in mine if id(tensor) in whose}
+            whose, mine = set(self.kept.tensors), named_state(self.module).items()
+            self._shared[capacity] = {name: tensor for name, tensor in mine if tensor in whose}
         shared = self._shared[capacity]
         fitting = (
-            id(t) in self._memory
-            and (memory := self._memory[id(t)][1]).shape == t.shape
-            and (memory.dtype, memory.device) == (t.dtype, t.device)
+            (memory := self._memory.get(t)) is not None
+            and (memory.shape, memory.dtype, memory.device) == (t.shape, t.dtype, t.device)
             for t in shared.values()
         )
         if not all(fitting):
             self._allocate(shared.values())
         for name, tensor in shared.items():
-            data, memory = tensor.data, self._memory[id(tensor)][1]
+            data, memory = tensor.data, self._memory[tensor]
             if name not in sent:
                 memory.copy_(data)
             self._server.append((tensor, data))
@@ -223,18 +218,16 @@ class Forms:
 
     def _allocate(self, tensors: Collection[Tensor]) -> None:
         """Give tensors memory; those that share some, such as an LSTM's on a GPU, share it there as well."""
-        by_storage: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        by_storage: dict[int, list[Tensor]] = {}
         for tensor in tensors:
-            data = tensor.data
-            place = data.untyped_storage()._cdata if data.layout == torch.strided else id(tensor)
-            by_storage.setdefault(place, []).append((tensor, data))
+            place = tensor.data.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+            by_storage.setdefault(place, []).append(tensor)
         for group in by_storage.values():
-            storage = group[0][1].untyped_storage().clone() if len(group) > 1 else None  # type: ignore[no-untyped-call]
-            for tensor, data in group:
-                memory = data.clone()
+            storage = group[0].data.untyped_storage().clone() if len(group) > 1 else None  # type: ignore[no-untyped-call]
+            for tensor in group:
+                data = self._memory[tensor] = tensor.data.clone()
                 if storage is not None:
-                    memory = data.new_empty(()).set_(storage, data.storage_offset(), data.shape, data.stride())
-                self._memory[id(tensor)] = tensor, memory
+                    data.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _entry_change(mapping: dict[Any, Any], before: dict[Any, Any]) -> Entries | None:

@@ -592,7 +592,7 @@ class TestMemory:
         for capacity in (0.25, 0.5, 0.25, 0.75):
             with forms.client(capacity):
                 pass
-        held = sum(memory.untyped_storage().nbytes() for _, memory in forms._memory.values())
+        held = sum(memory.untyped_storage().nbytes() for memory in forms._memory.values())
         weights = [server[0].weight, server[1].weight, server[2].weight, *server.buffers()]
         assert held == sum(tensor.untyped_storage().nbytes() for tensor in weights)
 

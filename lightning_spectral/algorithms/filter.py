@@ -418,7 +418,8 @@ def check_chain(plan: Plan) -> None:
 
     Raises:
         TypeError: If something is no filter.
-        ValueError: If two do not go together, or the algorithm does not promise what one needs; it says what to do.
+        ValueError: If two do not go together, the algorithm does not promise what one needs, or a sampler or a callback
+            needs to know single clients, which one hides; it says what to do.
     """
     for each in plan.filters:
         check_is("filters", each, Filter)
@@ -436,25 +437,18 @@ def check_chain(plan: Plan) -> None:
                     f"{type(each).__name__} needs an algorithm whose clients {WHAT_ALGORITHMS_PROMISE[promise]}, which "
                     f"{name} does not promise: {remedy}."
                 )
-        _check_hidden(each, plan)
+        if each.hides_clients and isinstance(plan.participation, Sampler) and plan.participation.figure:
+            raise ValueError(
+                f"{type(each).__name__} hides the losses and updates of single clients, by which "
+                f"{type(plan.participation).__name__} draws them; use Uniform."
+            )
+        if each.hides_clients and (callback := plan.callback_that("reads_clients")):
+            raise ValueError(
+                f"{type(each).__name__} hides single clients, and {callback} reads their data, figures or updates; "
+                "leave one out. `Trainer(callbacks=[ClientEvaluation()]).validate(model, data)` evaluates clients "
+                "after the fit, which tells of their data."
+            )
         each.check(plan)
-
-
-def _check_hidden(hiding: Filter, plan: Plan) -> None:
-    """Raise ``ValueError`` if a sampler or a callback needs to know single clients, which a filter hides."""
-    if not hiding.hides_clients:
-        return
-    if isinstance(plan.participation, Sampler) and plan.participation.figure:
-        raise ValueError(
-            f"{type(hiding).__name__} hides the losses and updates of single clients, by which "
-            f"{type(plan.participation).__name__} draws them; use Uniform."
-        )
-    if callback := plan.callback_that("reads_clients"):
-        raise ValueError(
-            f"{type(hiding).__name__} hides single clients, and {callback} reads their data, figures or updates; leave "
-            "one out. `Trainer(callbacks=[ClientEvaluation()]).validate(model, data)` evaluates clients after the fit, "
-            "which tells of their data."
-        )
 
 
 def instructions(half: ServerHalf, filters: Iterable[Filter] = ()) -> Instructions:

@@ -136,7 +136,12 @@ class KeptState:
         self.too_large: list[Any] = []  # to be kept
         self._seen: set[int] = {id(tensor) for tensor in self.tensors}
         self._seen |= set() if without is None else without._seen
-        self._keep([module, *module.modules(), *others])
+        seen, rest = self._seen, [module, *module.modules(), *others]
+        while rest:
+            value = rest.pop()
+            if type(value) not in PLAIN and id(value) not in seen:
+                seen.add(id(value))
+                rest.extend(self._parts_kept(value))
         self._keep_values()
 
     def renewed(self) -> bool:
@@ -220,57 +225,31 @@ class KeptState:
         named = {id(part): path for path, part in all_parts({"": self._module})}
         return [named.get(id(generator), index) for index, generator in enumerate(self.generators)]
 
-    def _keep(self, values: list[Any]) -> None:
-        seen, rest = self._seen, values
-        while rest:
-            value = rest.pop()
-            kind = type(value)
-            if kind in PLAIN or id(value) in seen:
-                continue
-            seen.add(id(value))
-            if isinstance(value, dict | list | set | deque | bytearray):
-                self._keep_content(value, kind, rest)
-            elif isinstance(value, tuple | frozenset):
-                rest.extend(iter(value))  # of a subclass, whose length may be another, or forbidden
-            elif isinstance(value, Tensor):
-                if _is_writable(value):
-                    self._keep_values_of(
-                        value, lambda t: partial(_refill_tensor, t, t.data, t.detach().clone(), t.grad, t.requires_grad)
-                    )
-            elif isinstance(value, nn.Module):
-                self._keep_attributes(value, kind, rest)
-            elif not isinstance(value, SHARED):
-                self._keep_object(value, kind, rest)
-
-    def _keep_content(self, container: Any, kind: type, rest: list[Any]) -> None:
-        if kind not in MAPPINGS and getattr(container, "__dict__", None) is not None:  # of a subclass
-            self._keep_attributes(container, kind, rest)
-        if not container:
-            self._empty.append(container)
+    def _parts_kept(self, value: Any) -> Iterator[Any]:
+        """Keep an object; returns its parts, which are to be kept as well."""
+        if isinstance(value, dict | list | set | deque | bytearray):
+            if type(value) not in MAPPINGS and getattr(value, "__dict__", None) is not None:  # of a subclass
+                yield from self._attributes_kept(value)
+            if not value:
+                self._empty.append(value)
+                return
+            self._contents.append((value, dict(value) if isinstance(value, dict) else value.copy()))
+            if len(value) <= LARGE and not isinstance(value, bytearray):
+                yield from value.values() if isinstance(value, dict) else value
+        elif isinstance(value, tuple | frozenset):
+            yield from value
+        elif isinstance(value, Tensor):
+            if _is_writable(value):
+                self._keep_values_of(
+                    value, lambda t: partial(_refill_tensor, t, t.data, t.detach().clone(), t.grad, t.requires_grad)
+                )
+        elif isinstance(value, nn.Module):
+            yield from self._attributes_kept(value)
+        elif isinstance(value, (*SHARED, random.SystemRandom)):  # which has no state
             return
-        is_mapping = isinstance(container, dict)
-        self._contents.append((container, dict(container) if is_mapping else container.copy()))
-        if len(container) <= LARGE and not isinstance(container, bytearray):
-            rest.extend(container.values() if is_mapping else container)
-
-    def _keep_attributes(self, holder: Any, kind: type, rest: list[Any]) -> None:
-        before = vars(holder).copy()
-        self.classes.append((holder, kind))
-        self._contents.append((vars(holder), before))
-        rest.extend(value for name, value in before.items() if name not in BACK)
-
-    def _keep_values_of(self, array: Any, keep: Callable[[Any], Restore]) -> None:
-        if array.nbytes > LARGE_BYTES:
-            self.too_large.append(array)
-        else:
-            self._values.append(partial(keep, array))
-
-    def _keep_object(self, value: Any, kind: type, rest: list[Any]) -> None:
-        if isinstance(value, np.ndarray):
+        elif isinstance(value, np.ndarray):
             if value.flags.writeable:
                 self._keep_values_of(value, lambda array: partial(np.copyto, array, array.copy()))
-        elif isinstance(value, random.SystemRandom):
-            return  # it has no state
         elif isinstance(value, tuple(GENERATORS)):
             self.generators.append(value)
             get, put, _ = _access_to(value)
@@ -279,11 +258,23 @@ class KeptState:
             self._values.append(lambda: partial(vars(value).update, vars(value.copy())))
         elif is_users(value, self._package):
             if hasattr(value, "__dict__"):
-                self._keep_attributes(value, kind, rest)
-            if any(hasattr(base, "__slots__") for base in kind.__mro__[:-1]):
+                yield from self._attributes_kept(value)
+            if any(hasattr(base, "__slots__") for base in type(value).__mro__[:-1]):
                 slots = dict(_slots_of(value))
                 self._slots.append((value, slots))
-                rest.extend(slots.values())
+                yield from slots.values()
+
+    def _attributes_kept(self, holder: Any) -> Iterator[Any]:
+        before = vars(holder).copy()
+        self.classes.append((holder, type(holder)))
+        self._contents.append((vars(holder), before))
+        return (value for name, value in before.items() if name not in BACK)
+
+    def _keep_values_of(self, array: Any, keep: Callable[[Any], Restore]) -> None:
+        if array.nbytes > LARGE_BYTES:
+            self.too_large.append(array)
+        else:
+            self._values.append(partial(keep, array))
 
 
 @contextmanager

@@ -210,8 +210,7 @@ def _scalar(value: Tensor | float) -> Tensor:
 
 def is_metric(value: object) -> TypeGuard[Metric]:
     """Whether a value is a metric of ``torchmetrics``, which a device need not have: until it is imported, none is."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+    return isinstance(value, getattr(sys.modules.get("torchmetrics"), "Metric", ()))
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:

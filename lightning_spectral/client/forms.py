@@ -134,30 +134,23 @@ class Forms:
                 self._last = KeptState(self.module, *self.others)
                 self._forget_what_is_gone(self._last)
             self.kept = self._last
-            try:
-                if capacity in self._forms:
-                    form = self._forms[capacity]
-                    form.apply()
-                else:
-                    form = self._forms[capacity] = self._built(self.kept, capacity)
-                self._form = form
-                self._point_to_memory(capacity, sent)
-            except BaseException:
-                self._put_back()
-                raise
+            if capacity in self._forms:
+                form = self._forms[capacity]
+                form.apply()
+            else:
+                form = self._forms[capacity] = self._built(self.kept, capacity)
+            self._form = form
+            self._point_to_memory(capacity, sent)
             return form
 
     def give_back(self) -> None:
         """Turn the module into the server again, if it is not."""
-        if self.kept is not None:
-            with postponing_interrupts(math.inf):
-                self._put_back()
-
-    def _put_back(self) -> None:
-        for tensor, data in self._server:
-            tensor.data = data
-        self._server.clear()
-        if self.kept is not None:
+        if self.kept is None:
+            return
+        with postponing_interrupts(math.inf):
+            for tensor, data in self._server:
+                tensor.data = data
+            self._server.clear()
             if self._form is not None:
                 self._form.kept.restore()
             self.kept.restore()

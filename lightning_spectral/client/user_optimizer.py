@@ -122,16 +122,15 @@ class LocalOptimizer:
     def as_now(self) -> Callable[[], None]:
         """Return what makes it as it is now: its state and the options of its groups, and of those that it wraps."""
 
-        def copied(one: Optimizer) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-            state = {parameter: copy.deepcopy(own) for parameter, own in one.state.items()}
-            return state, [copy.deepcopy(dict(own)) for own in options_of(one)]
+        def copied(state: Mapping[Any, Any]) -> dict[Any, Any]:
+            return {parameter: copy.deepcopy(own) for parameter, own in state.items()}
 
-        kept = [(one, *copied(one)) for one in family(self.optimizer)]
+        kept = [(one, copied(one.state), copy.deepcopy(options_of(one))) for one in family(self.optimizer)]
 
         def put_back() -> None:
             for one, state, options in kept:
                 one.state.clear()
-                one.state.update({parameter: copy.deepcopy(own) for parameter, own in state.items()})
+                one.state.update(copied(state))
                 for group, own in zip(one.param_groups, copy.deepcopy(options), strict=True):
                     group.update(own)
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lightning_spectral.arguments import Number, Whole, check_fields
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.errors import warn
 
-BeforeStep = Callable[[], None]
+BeforeStep = Callable[[], object]
 Change = Callable[[Tensor], Tensor]  # of logits
 
 
@@ -144,7 +145,7 @@ class GradientClip(LocalHook):
         >>> model = nn.Linear(2, 1, bias=False)
         >>> before_step = GradientClip(1.0).start_client(model, torch.optim.SGD(model.parameters(), lr=1.0))
         >>> model.weight.grad = torch.tensor([[3.0, 4.0]])
-        >>> before_step()
+        >>> _ = before_step()
         >>> model.weight.grad
         tensor([[0.6000, 0.8000]])
     """
@@ -156,11 +157,7 @@ class GradientClip(LocalHook):
 
     def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-
-        def clip() -> None:
-            nn.utils.clip_grad_norm_(parameters, self.max_norm)
-
-        return clip
+        return partial(nn.utils.clip_grad_norm_, parameters, self.max_norm)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from lightning_spectral.protocol.rng import derived_seed
 LEAVES = (str, bytes, int, float, complex, type, FunctionType, ModuleType, Tensor)
 OF_MODULES = ("_parameters", "_buffers", "_modules")  # dictionaries whose entries are read as attributes
 BACK = ("_trainer", "_fabric")  # of a LightningModule: they lead to everything
-_KEPT_BY_TORCH = frozenset({*vars(nn.Module()), *OF_MODULES, "_compiled_call_impl", "log", "log_dict", "optimizers"})
+_KEPT_BY_TORCH = frozenset({*vars(nn.Module()), *BACK, "_compiled_call_impl", "log", "log_dict", "optimizers"})
 
 
 def parts_of(whole: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -365,8 +365,7 @@ def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
         if isinstance(part, (metric, torch.jit.ScriptModule)):
             continue
         for name, value in vars(part).items():
-            of_torch = name in _KEPT_BY_TORCH or name in BACK or name.startswith(("_forward", "_backward"))
-            if not of_torch:
+            if name not in _KEPT_BY_TORCH and not name.startswith(("_forward", "_backward")):
                 yield f"{path}.{name}" if path else name, value
 
 

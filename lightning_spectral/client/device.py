@@ -297,18 +297,18 @@ class Instructions:
         """What leaves the device in place of an upload, and what it keeps for the client's next turn."""
         if upload.left_out is not None:
             upload = replace(upload, tensors={})
-        kept, seen = dict[str, Tensor](), upload  # by the server's round
+        kept, seen, is_hidden = dict[str, Tensor](), upload, False  # seen by the server's round
         for name, end in self.ends.items():
             upload, own = end.leave(self._turn(name, client, download, parties), upload)
             if own and not end.keeps:
                 raise TypeError(f"{type(end).__name__} keeps {', '.join(own)} for the next turn; set `keeps = True`.")
             kept |= {f"{name}/{key}": tensor for key, tensor in own.items()}
-            if self.side_keeps_state and not end.hides_values and upload.left_out is None:
-                seen = end.unpack(download, upload)
+            is_hidden |= end.hides_values
+            seen = seen if is_hidden else upload
         if upload.left_out is not None:
             return upload, {}
         if self.side_keeps_state:
-            kept |= self.side.keep(client, self._of_algorithm(download), seen)
+            kept |= self.side.keep(client, self._of_algorithm(download), self.unpack(download, seen))
         return upload, kept
 
     def unpack(self, download: Download, upload: Upload) -> Upload:

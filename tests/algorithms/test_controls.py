@@ -231,7 +231,9 @@ class TestInARun:
 
     @pytest.mark.sampled(1)
     @pytest.mark.filterwarnings("ignore:Round 2. client .* is left out")
-    @pytest.mark.parametrize("filters", [[], [ls.TopK(0.1)], [ls.Int8()]], ids=repr)
+    @pytest.mark.parametrize(
+        "filters", [[], [ls.TopK(0.1)], [ls.Int8()], [ls.TopK(0.1), ls.Personal(["*bias"])]], ids=repr
+    )
     @pytest.mark.parametrize("algorithm", [ls.Scaffold(), ls.FedDyn()], ids=repr)
     def test_the_servers_control_is_the_sum_of_what_devices_keep(
         self, algorithm: Any, filters: Any, data: Any, fit: Fit
@@ -243,7 +245,8 @@ class TestInARun:
         assert 0 < fitted.rows[2]["fl/left_out_not_finite"] < 5
         sizes, states = [len(indices) for indices in data.partition], fitted.model.client_states
         for name, total in fitted.model.state.pieces().items():
-            own = {client: states.kept(WorkUnit(client))[f"control:{name}"].double() for client, _ in states}
+            none = torch.zeros_like(total)  # of a parameter that stays with clients
+            own = {client: states.kept(WorkUnit(client)).get(f"control:{name}", none).double() for client, _ in states}
             expected = sum(sizes[client] / sum(sizes) * control for client, control in own.items())
             torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-7)
 

@@ -190,27 +190,18 @@ class Engine:
         executor.begin_round()
         return self._round
 
-    def close_round(self) -> RoundSummary:
-        """Finish the average: afterwards the parameters of the server, or of its state, hold the pseudo-gradient.
-
-        All processes call it together and get the same result. If no client is left, and `Faults` allows that, there is
-        no gradient, and the server's step changes nothing.
-
-        Raises:
-            ClientError: If a client failed in one of several processes.
-            RoundError: If more clients were left out than `Faults` allows; the server's weights are unchanged.
-        """
-        self.gather_round()
-        return self.apply_round()
-
     def gather_round(self) -> None:
-        """The first half of `close_round`, which may still raise: add up the sums of all processes."""
+        """Add up the sums of all processes, which call this together; errors as for `OpenRound.gather`."""
         self.round.collected()
         self.round.executor.end_round()
         self.round.gather()
 
     def apply_round(self) -> RoundSummary:
-        """The second half of `close_round`: from here on the server's weights change."""
+        """Finish the average: from here on the server's weights change.
+
+        Afterwards the parameters of the server, or of its state, hold the pseudo-gradient, the same in all processes.
+        If no client is left, and `Faults` allows that, there is none, and the server's step changes nothing.
+        """
         self.server_is_stepping = True
         summary = self.round.apply()
         self.round_is_open, self._round = False, None

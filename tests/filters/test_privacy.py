@@ -159,7 +159,8 @@ def play(
     )
     units = [WorkUnit(client, coefficient=1 / active) for client in by_client]
     engine.open_round(round_idx, units).play(units)
-    summary = engine.close_round()
+    engine.gather_round()
+    summary = engine.apply_round()
     assert summary.clients == () == tuple(summary.logged)
     end: Any = engine.filters["ClientPrivacy"]
     return {name: -p.grad for name, p in server.named_parameters() if p.grad is not None}, end.clip

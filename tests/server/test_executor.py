@@ -124,7 +124,8 @@ def played(
     units = [WorkUnit(client_id, coefficient=size) for client_id, size in enumerate(SIZES)]
     for round_idx in range(rounds):
         engine.open_round(round_idx, units).play(units)
-        summaries.append(engine.close_round())
+        engine.gather_round()
+        summaries.append(engine.apply_round())
         optimizer.step()
         engine.settle()
         optimizer.zero_grad()

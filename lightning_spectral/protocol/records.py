@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -161,10 +161,6 @@ class Download:
     def frozen_bytes(self) -> int:
         """Size of the frozen tensors among them, which are sent only once, in bytes."""
         return num_bytes({name: tensor for name, tensor in self.travelling.items() if name in self.frozen})
-
-    def with_everything(self) -> Download:
-        """The same download, with the frozen tensors that the client was believed to have."""
-        return replace(self, held=frozenset())
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that is sent to another process."""

@@ -736,7 +736,7 @@ def uploads_of(executor: Executor, downloads: Iterable[Download]) -> Iterator[Up
             yield Upload(upload.unit, {}, left_out="error", failure=Failure("loading", what))
         else:
             missing[upload.unit.key] = upload.missing
-            again.append(download.with_everything())
+            again.append(replace(download, held=frozenset()))
     if again:
         for upload in uploads_of(executor, again):
             yield replace(upload, missing=missing.get(upload.unit.key, ()))
@@ -746,7 +746,7 @@ def downloads_sent(download: Download | None, upload: Upload) -> list[Download]:
     """The downloads that an upload answers: two if the device had lost frozen tensors, none if it was not asked."""
     if download is None:
         return []
-    return [download, download.with_everything()] if upload.missing else [download]
+    return [download, replace(download, held=frozenset())] if upload.missing else [download]
 
 
 @contextmanager

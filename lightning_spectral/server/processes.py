@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -229,6 +229,7 @@ class Meetings:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        self._others = [other for other in range(size) if other != rank]
         self.turns: Mapping[int, str] = {}
         self.is_broken = self._is_ending = False
         self._count, self._next_look = 0, 0.0
@@ -250,11 +251,8 @@ class Meetings:
             self._set("end", "1")
         if not is_told and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + 1.0
-            others, store = [rank for rank in range(self.size) if rank != self.rank], _store()
-            try:
-                is_told = within(PATIENCE, lambda: any(_number(store, "end", rank) > 0 for rank in others))
-            except (TimeoutError, RuntimeError):
-                is_told = False  # the next meeting finds out who is missing
+            with suppress(TimeoutError, RuntimeError):  # the next meeting finds out who is missing
+                is_told = "1" in _said(_store(), "end", self._others).values()
         self._is_ending |= is_told
         return self._is_ending
 
@@ -284,13 +282,12 @@ class Meetings:
 
     def _missing(self) -> tuple[list[int], bool]:
         """The missing ranks, and whether that is certain: process 0 may have ended, and its store with it."""
-        others, store = [rank for rank in range(self.size) if rank != self.rank], _store()
+        others, store = self._others, _store()
         try:
-            counts = within(PATIENCE, lambda: {rank: _number(store, "meetings", rank) for rank in others})
-            known = within(PATIENCE, lambda: {rank: _read(store, "turn", rank) for rank in others})
-            self.turns = {**self.turns, **{rank: turn for rank, turn in known.items() if turn}}
-            silent = self._silent([rank for rank in others if counts[rank] == self._count], store)
-            return [rank for rank in others if rank in silent or counts[rank] < self._count], True
+            counts = {rank: int(count) for rank, count in _said(store, "meetings", others).items()}
+            self.turns = {**self.turns, **_said(store, "turn", others)}
+            silent = self._silent([rank for rank in others if counts.get(rank) == self._count], store)
+            return [rank for rank in others if rank in silent or counts.get(rank, -1) < self._count], True
         except TimeoutError:
             return [0], True  # its store does not answer, so it was stopped, or its machine cannot be reached
         except RuntimeError:
@@ -306,8 +303,8 @@ class Meetings:
         silent, end = list(arrived), time.monotonic() + PATIENCE
         while silent and time.monotonic() < end:
             time.sleep(0.05)
-            noted = within(PATIENCE, lambda: {rank: _number(store, "failed meeting", rank) for rank in arrived})
-            silent = [rank for rank in arrived if noted[rank] < self._count]
+            noted = _said(store, "failed meeting", arrived)
+            silent = [rank for rank in arrived if int(noted.get(rank, -1)) < self._count]
         if self.rank == 0:
             time.sleep(1.0)  # the others read the store of this process
         return silent
@@ -341,13 +338,10 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _read(store: Any, what: str, rank: int) -> str:
-    key = KEY.format(what, rank)
-    return str(store.get(key).decode()) if store.check([key]) else ""
-
-
-def _number(store: Any, what: str, rank: int) -> int:
-    return int(_read(store, what, rank) or -1)
+def _said(store: Any, what: str, ranks: Sequence[int]) -> dict[int, str]:
+    """What processes have said last, by rank; without those that have said nothing. Errors as for `within`."""
+    keys = {rank: KEY.format(what, rank) for rank in ranks}
+    return within(PATIENCE, lambda: {r: store.get(key).decode() for r, key in keys.items() if store.check([key])})
 
 
 def _explanation(missing: Sequence[int], is_sure: bool, turns: Mapping[int, str], error: Exception) -> str:

@@ -41,8 +41,8 @@ class Lasting:
 
     def attach(self, name: str, part: Lasts) -> None:
         """Add a part, which goes on from the state that is known under its name."""
-        if (before := self.parts.get(name)) is not None and before is not part:
-            self._wait(name, before.state_dict())
+        if self.parts.get(name) is not part:
+            self.detach([name])
         self.parts[name] = part
         if name in self._waiting:
             part.load_state_dict(self._waiting.pop(name))
@@ -50,7 +50,8 @@ class Lasting:
     def detach(self, names: Collection[str]) -> None:
         """Remove some parts; their state waits for others of their names."""
         for name in [name for name in names if name in self.parts]:
-            self._wait(name, self.parts.pop(name).state_dict())
+            if state := self.parts.pop(name).state_dict():
+                self._waiting[name] = state
 
     def drop(self, names: Collection[str]) -> list[str]:
         """Forget parts and their states; return the names of those that had one."""
@@ -70,10 +71,6 @@ class Lasting:
         self._waiting = dict(state_dict)
         for name, part in self.parts.items():
             self.attach(name, part)
-
-    def _wait(self, name: str, state: Any) -> None:
-        if state:
-            self._waiting[name] = state
 
 
 @dataclass(eq=False)

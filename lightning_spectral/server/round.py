@@ -414,7 +414,7 @@ class OpenRound:
                     if turn.trains:
                         waiting[latest.key] = turn
                     else:
-                        turn.skip()
+                        turn.accept(self.fallen.get(latest.key) or Upload(latest, {}, left_out=turn.simulated.left_out))
                         end(turn)
                 if self.failure is not None:
                     return
@@ -599,11 +599,6 @@ class Turn:
     def is_masked(self) -> bool:
         """Whether the client masks its update."""
         return self.download is not None and self.download.masking is not None
-
-    def skip(self) -> None:
-        """Note why the round goes on without a client that does not train; errors as for `accept`."""
-        fallen = self.round.fallen.get(self.unit.key)
-        self.accept(fallen or Upload(self.unit, {}, left_out=self.simulated.left_out))
 
     def accept(self, upload: Upload) -> None:
         """Accept the upload of the client's device.

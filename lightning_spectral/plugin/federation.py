@@ -90,7 +90,7 @@ class Federation(Shared):
         members, runtime = list(self.members.values()), self.runtime
         opened = [member for member in members if member.engine.round_is_open]
         for member in opened:  # all of them, before anything at a server changes
-            member.engine.gather_round()
+            member.engine.round.gather()
         with postponing_interrupts():
             closed = {member.name: member.apply_round() for member in opened}
             runtime.step([cast(Optimizer, member.stepper) for member in opened])

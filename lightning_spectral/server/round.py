@@ -190,14 +190,8 @@ class Engine:
         executor.begin_round()
         return self._round
 
-    def gather_round(self) -> None:
-        """Add up the sums of all processes, which call this together; errors as for `OpenRound.gather`."""
-        self.round.collected()
-        self.round.executor.end_round()
-        self.round.gather()
-
     def apply_round(self) -> RoundSummary:
-        """Finish the average: from here on the server's weights change.
+        """Finish the average, once it is gathered: from here on the server's weights change.
 
         Afterwards the parameters of the server, or of its state, hold the pseudo-gradient, the same in all processes.
         If no client is left, and `Faults` allows that, there is none, and the server's step changes nothing.
@@ -368,19 +362,6 @@ class OpenRound:
             for end in ends:
                 end.agree(asked, self.executor.agree)
 
-    def collected(self) -> None:
-        """Note that all clients of this process are done.
-
-        Raises:
-            RoundError: If too few clients are left.
-        """
-        ends = [end for end in self.engine.inward if type(end).collected is not ServerEnd.collected]
-        if ends and self.failure is None:
-            left_out = [outcome.left_out for outcome in self.outcomes if outcome.left_out]
-            with self.containing_failures(None), self.clock.measure("aggregate"):
-                for end in ends:
-                    end.collected(left_out)
-
     def play(
         self,
         units: Iterable[WorkUnit],
@@ -480,13 +461,20 @@ class OpenRound:
             self.failure.__cause__ = error
 
     def gather(self) -> None:
-        """Exchange the outcomes of all processes, check that enough clients are left, and add up the sums.
+        """Once all clients of this process are done, meet the others, check that enough are left, and add up the sums.
 
         Raises:
             ClientError: If a client failed in one of several processes; raised in all of them.
-            RoundError: If more clients were left out than `Faults` allows, or a client failed in one of several
-                processes because the server's weights are not finite; raised in all of them.
+            RoundError: If too few clients are left, more were left out than `Faults` allows, or a client failed in one
+                of several processes because the server's weights are not finite; raised in all of them.
         """
+        ends = [end for end in self.engine.inward if type(end).collected is not ServerEnd.collected]
+        if ends and self.failure is None:
+            left_out = [outcome.left_out for outcome in self.outcomes if outcome.left_out]
+            with self.containing_failures(None), self.clock.measure("aggregate"):
+                for end in ends:
+                    end.collected(left_out)
+        self.executor.end_round()
         processes = self.engine.processes
         failure = None if self.failure is None else str(self.failure)
         gathered = processes.gather((failure, self.outcomes, self.clock.seconds))

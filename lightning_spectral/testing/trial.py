@@ -268,7 +268,7 @@ class Trial:
 
     def close(self) -> RoundSummary:
         """Close the round, and step the server."""
-        self.engine.gather_round()
+        self.engine.round.gather()
         return self.apply()
 
     def apply(self) -> RoundSummary:

@@ -159,7 +159,7 @@ def play(
     )
     units = [WorkUnit(client, coefficient=1 / active) for client in by_client]
     engine.open_round(round_idx, units).play(units)
-    engine.gather_round()
+    engine.round.gather()
     summary = engine.apply_round()
     assert summary.clients == () == tuple(summary.logged)
     end: Any = engine.filters["ClientPrivacy"]

@@ -124,7 +124,7 @@ def played(
     units = [WorkUnit(client_id, coefficient=size) for client_id, size in enumerate(SIZES)]
     for round_idx in range(rounds):
         engine.open_round(round_idx, units).play(units)
-        engine.gather_round()
+        engine.round.gather()
         summaries.append(engine.apply_round())
         optimizer.step()
         engine.settle()

@@ -167,7 +167,7 @@ class UpdateAlignment(RoundCallback):
             after.callback(engine.abandon_round)
             share = slice(engine.processes.rank, None, engine.processes.size)
             engine.open_round(summary.round_idx, units).play(units[share])
-            engine.gather_round()
+            engine.round.gather()
             engine.apply_round()
             theirs = -torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).double()
         cosine = torch.nn.functional.cosine_similarity(torch.cat(changes).double(), theirs, dim=0)

@@ -207,7 +207,7 @@ class RemoteClients(ServerData):
             precision=trainer.precision,
             num_rounds=num_rounds(trainer),
         )
-        gate = UploadGate(engine.server, told)
+        gate = UploadGate(engine.half.server, told)
         return RemoteExecutor(self.roster, start, gate, self.deadline, self.at_once, self.keep_first)
 
     @property

@@ -350,7 +350,7 @@ class Member(pl.LightningModule):
         placement = placement_of(trainer, self.device, self.module, data)
         settings = LocalSettings(placement, self.local_hooks, defines, redirect, alone)
         known = data.client_data, settings, local_trainer, attach, engine.profile
-        return SequentialExecutor(Device(engine.server, told, templates, *known))
+        return SequentialExecutor(Device(engine.half.server, told, templates, *known))
 
     def open_round(self, round_idx: int, units: Sequence[WorkUnit]) -> OpenRound:
         """Open the round for those that train this model."""

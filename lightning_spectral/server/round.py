@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from torch import nn
-
 from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf, promises_of
 from lightning_spectral.algorithms.filter import Arrival, Opened, ServerEnd, Unusable
 from lightning_spectral.client.device import Instructions
@@ -109,11 +107,6 @@ class Engine:
     _has_measured: bool = field(default=False, init=False)
     _round: OpenRound | None = field(default=None, init=False)
 
-    @property
-    def server(self) -> nn.Module:
-        """The user's module with dense weights."""
-        return self.half.server
-
     @cached_property
     def simulation(self) -> Simulation:
         """Dropout and device speed as assigned to the clients."""
@@ -169,7 +162,7 @@ class Engine:
             return task
         if kind not in self._tasks:
             told, download = self.instructions, replace(opened.send(unit)[0], **length)
-            with Forms(self.server, told.side.take_form).client(download.capacity) as client:
+            with Forms(self.half.server, told.side.take_form).client(download.capacity) as client:
                 told.load(client, download)
                 phases = told.phases(client, download)
                 num_parameters = sum(parameter.numel() for parameter in client.parameters())
@@ -295,7 +288,7 @@ class OpenRound:
         self.gathered: tuple[ClientOutcome, ...] = ()
         self.failure: Exception | None = None
         self.fallen: dict[Key, Upload] = {}
-        with self.clock.measure("refresh"), suspecting_weights(engine.server, round_idx):
+        with self.clock.measure("refresh"), suspecting_weights(engine.half.server, round_idx):
             cohort = self.cohort = self._cohort()
             self.algorithm_round: Round = engine.half.open(cohort)
             for end in engine.inward:
@@ -480,7 +473,7 @@ class OpenRound:
         gathered = processes.gather((failure, self.outcomes, self.clock.seconds))
         failures = [failure for failure, *_ in gathered]
         if any(failures):
-            check_weights(self.engine.server, self.round_idx, self.failure)
+            check_weights(self.engine.half.server, self.round_idx, self.failure)
         raise_everywhere(failures, self.failure, ClientError)
         self.clock.seconds = {stage: max(seconds[stage] for _, _, seconds in gathered) for stage in self.clock.seconds}
         by_key = {outcome.unit.key: outcome for _, outcomes, _ in gathered for outcome in outcomes}
@@ -598,7 +591,7 @@ class Turn:
         """
         self.round.clock.add(upload.seconds)
         if (failure := upload.failure) is not None:
-            check_weights(self.round.engine.server, self.round_idx, failure.cause)
+            check_weights(self.round.engine.half.server, self.round_idx, failure.cause)
             is_clients = self.round.engine.is_private or failure.stage in ("local training", "network")
             if not is_clients or self.round.engine.faults.ends_run("error"):
                 raise client_error(self.round_idx, self.unit, failure.stage, failure.message) from failure.cause
@@ -629,7 +622,7 @@ class Turn:
         engine = self.round.engine
         if left_out is not None:
             if left_out == "not_finite":
-                check_weights(engine.server, self.round_idx)
+                check_weights(engine.half.server, self.round_idx)
             what = f"{EXPLANATIONS[left_out]} ({message})" if message else EXPLANATIONS[left_out]
             if engine.faults.ends_run(left_out):
                 raise ClientError(

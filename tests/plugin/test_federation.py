@@ -36,8 +36,8 @@ class Owner(ls.FederatedModule):
         return self.make_local_executor(engine)
 
     def make_local_executor(self, engine: Engine, local_trainer: LocalTrainer = LocalLoop) -> Executor:
-        told, data = engine.instructions, self.data.client_data
-        return SequentialExecutor(Device(engine.server, told, self.templates, data, LocalSettings(), local_trainer))
+        server, told, data = engine.half.server, engine.instructions, self.data.client_data
+        return SequentialExecutor(Device(server, told, self.templates, data, LocalSettings(), local_trainer))
 
 
 @dataclass

@@ -101,7 +101,7 @@ class Engine:
     make_measuring: Callable[[Engine], Executor] | None = None
     round_is_open: bool = field(default=False, init=False)
     server_is_stepping: bool = field(default=False, init=False)
-    _tasks: dict[tuple[float, int], tuple[SimulatedTask, list[int | None]]] = field(default_factory=dict, init=False)
+    _sizes: dict[tuple[float, int], tuple[list[int | None], int, int, int]] = field(default_factory=dict, init=False)
     _executor: Executor | None = field(default=None, init=False)
     _measuring: Executor | None = field(default=None, init=False)
     _has_measured: bool = field(default=False, init=False)
@@ -160,20 +160,18 @@ class Engine:
         kind = capacity, length["local_epochs"]
         if self.conditions.clock is None:
             return task
-        if kind not in self._tasks:
+        if kind not in self._sizes:
             told, download = self.instructions, replace(opened.send(unit)[0], **length)
             with Forms(self.half.server, told.side.take_form).client(download.capacity) as client:
                 told.load(client, download)
-                phases = told.phases(client, download)
+                phases = [phase.epochs for phase in told.phases(client, download)]
                 num_parameters = sum(parameter.numel() for parameter in client.parameters())
                 uplink_bytes = told.sized(client, download).num_bytes
-            sizes = {"num_parameters": num_parameters, "uplink_bytes": uplink_bytes}
-            usual = replace(task, **sizes, downlink_bytes=download.num_bytes)
-            self._tasks[kind] = usual, [phase.epochs for phase in phases]
-        usual, phases_epochs = self._tasks[kind]
-        passes = sum(passes if epochs is None else epochs for epochs in phases_epochs)
-        downlink_bytes = usual.downlink_bytes - sum(end.saved_bytes(unit) for end in self.inward)
-        return replace(usual, num_examples=task.num_examples, local_epochs=passes, downlink_bytes=downlink_bytes)
+            self._sizes[kind] = phases, num_parameters, download.num_bytes, uplink_bytes
+        phases, num_parameters, downlink_bytes, uplink_bytes = self._sizes[kind]
+        passes = sum(passes if epochs is None else epochs for epochs in phases)
+        downlink_bytes -= sum(end.saved_bytes(unit) for end in self.inward)
+        return SimulatedTask(capacity, task.num_examples, passes, num_parameters, downlink_bytes, uplink_bytes)
 
     def open_round(self, round_idx: int, units: Iterable[WorkUnit]) -> OpenRound:
         """Open a round and prepare it for its cohort, from the server's weights; arguments as of `OpenRound`."""

@@ -310,7 +310,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     def on_train_end(self) -> None:
         """Report what the first rounds have shown, and call the users' hooks."""
         for member in self.members.values():
-            member.first_rounds.finish()
+            member.first_rounds.finish(member.engine.half)
         self.call_users("on_train_end")
 
     def on_fit_end(self) -> None:

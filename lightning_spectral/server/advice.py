@@ -46,7 +46,6 @@ class FirstRounds:
         self._losses: dict[int, float] = {}  # the finite ones by round
         # One client alone says little: a router may send it to other experts, or a layer may be dropped at random.
         self._unreached: list[str] | None = None  # before any client has trained, and once they are named
-        self._remedy = ""
         self._last_watched = -1
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,10 +77,9 @@ class FirstRounds:
                 if client.unreached is not None:  # a layer counts as reached if it was reached in at least one turn
                     names = set(client.unreached)
                     self._unreached = sorted(names if self._unreached is None else names.intersection(self._unreached))
-            self._remedy = ", or ".join(half.advice(Moment.UNUSED_LAYERS))
             self._last_watched = summary.round_idx
             if summary.round_idx == WATCHED_ROUNDS - 1:
-                self.finish()
+                self.finish(half)
                 self._unreached = None
 
     def _look(self, half: ServerHalf, summary: RoundSummary, clients: Sequence[ClientOutcome]) -> None:
@@ -180,10 +178,10 @@ class FirstRounds:
             f"then. If the validation metrics do not improve either, {remedy}."
         )
 
-    def finish(self) -> None:
+    def finish(self, half: ServerHalf) -> None:
         """Give the warnings that remain when a fit ends, perhaps before the first rounds are over."""
         if self._warns and self._unreached and self._last_watched >= 0:
-            remedy = f"{self._remedy}, or remove them" if self._remedy else "remove them"
+            remedy = ", or ".join([*half.advice(Moment.UNUSED_LAYERS), "remove them"])
             _warn(
                 self._last_watched,
                 "no client has given a gradient to these sharded layers: "

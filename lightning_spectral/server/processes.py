@@ -69,8 +69,6 @@ class Processes(Peers, Workers):
             >>> Processes().gather_results(lambda: 2 + 3, RuntimeError)
             [5]
         """
-        if self.size == 1:
-            return [do()]
         mine, error, failed = _try(do, kind)
         gathered = self.gather((failed, mine))
         raise_everywhere([text for text, _ in gathered], error, kind)
@@ -134,7 +132,7 @@ class Processes(Peers, Workers):
 
 
 def raise_everywhere(texts: Sequence[str | None], own: Exception | None, kind: type[Exception]) -> None:
-    """Raise the same error in every process if anything failed in one of them.
+    """Raise the same error in every process if anything failed in one of them; a single one raises its own.
 
     Args:
         texts: Error message of each process, the same list in all of them; ``None`` where nothing failed.
@@ -146,6 +144,8 @@ def raise_everywhere(texts: Sequence[str | None], own: Exception | None, kind: t
         Traceback (most recent call last):
         RuntimeError: disk full (process 1)
     """
+    if own is not None and len(texts) == 1:
+        raise own
     if failed := [f"{text} (process {rank})" for rank, text in enumerate(texts) if text is not None]:
         raise kind("\n".join(failed)) from own
 

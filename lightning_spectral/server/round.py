@@ -506,8 +506,6 @@ class OpenRound:
                 except (OverflowError, Unusable) as error:  # too late to leave it out, and too early to raise it
                     which = f"{named(arrival.receipt.unit)}, which {type(end).__name__} has let pass"
                     failure = RoundError(f"Round {self.round_idx}, {which}: {error}; lower the learning rate.")
-        if failure is not None and processes.size == 1:
-            raise failure
         if inward:
             raise_everywhere(processes.gather(None if failure is None else str(failure)), failure, RoundError)
         if processes.size > 1 and not self.engine.is_private:  # which has added up with noise

@@ -196,8 +196,6 @@ class RunningMean(ABC):
 
 def add_up(processes: Peers, means: Sequence[RunningMean]) -> None:
     """Give every process the sums over all processes; what `Weights.count` refuses fails in all of them."""
-    if processes.size == 1:
-        return
     mine = [(mean.weights.sum, mean.weights.num_terms, set(mean.coarse)) for mean in means]
     totals = []
     for mean, gathered in zip(means, zip(*processes.gather(mine), strict=True), strict=True):

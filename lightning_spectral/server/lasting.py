@@ -55,11 +55,8 @@ class Lasting:
 
     def drop(self, names: Collection[str]) -> list[str]:
         """Forget parts and their states; return the names of those that had one."""
-        found = [name for name in names if name in self.state_dict()]
-        for name in names:
-            self.parts.pop(name, None)
-            self._waiting.pop(name, None)
-        return found
+        self.detach(names)
+        return [name for name in names if self._waiting.pop(name, None) is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """All states that are not empty, by the names of the parts."""

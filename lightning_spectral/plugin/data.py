@@ -503,7 +503,7 @@ class MultiModelDataModule(pl.LightningDataModule):
             if not isinstance(module, ServerData):
                 check_is(f"modules[{name!r}]", module, FederatedDataModule)
         self.modules: dict[str, ServerData] = dict(modules)  # a command line builds only `FederatedDataModule`
-        self._num_loaders: dict[str, dict[str, int]] = {}
+        self.evaluated: dict[str, list[tuple[str, int, int]]] = {}
 
     @property
     def num_clients(self) -> int:
@@ -561,13 +561,9 @@ class MultiModelDataModule(pl.LightningDataModule):
         return self._counted("test", "test_dataloader")
 
     def _counted(self, stage: str, method: str) -> list[Any]:
-        """All models' loaders, of which each model has none, one or several."""
+        """All models' loaders; `evaluated` then has each one's model, its index there, and how many the model has."""
         found = ((name, getattr(module, method)()) for name, module in self.modules.items())
         loaders = {n: one if isinstance(one, list | tuple) else [one] for n, one in found if one is not None}
-        self._num_loaders[stage] = {name: len(own) for name, own in loaders.items()}
+        # counted here, not in `val` or `test`, since a subclass may have loaders of other data
+        self.evaluated[stage] = [(name, index, len(own)) for name, own in loaders.items() for index in range(len(own))]
         return [loader for own in loaders.values() for loader in own]
-
-    def evaluated(self, stage: str) -> list[tuple[str, int, int]]:
-        """For each evaluation loader of a stage: its model, its index in it, and the number of the model's loaders."""
-        counts = self._num_loaders[stage]  # not of `val` or `test`, since a subclass may have loaders of other data
-        return [(name, index, count) for name, count in counts.items() for index in range(count)]

@@ -413,7 +413,7 @@ class MultiModelModule(FederatedHooks):
 
     def _loader(self, index: int) -> tuple[str, int, int]:
         """The model of one of all evaluation loaders, the loader's index in it, and how many loaders it has."""
-        loaders: list[tuple[str, int, int]] = self.datamodule.evaluated("test" if self.trainer.testing else "validate")
+        loaders: list[tuple[str, int, int]] = self.datamodule.evaluated["test" if self.trainer.testing else "validate"]
         return loaders[index]
 
     def move_batches(self) -> None:

@@ -22,7 +22,6 @@ from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, HPARAMS, NOTHING_NEW, OF_MODELS, write_hparams
 from lightning_spectral.plugin.federation import Federation
 from lightning_spectral.plugin.logs import NewlyLogged, log_for_the_epoch, logged_for_the_epoch
-from lightning_spectral.plugin.settings import check_checkpoint
 from lightning_spectral.plugin.user_hooks import Share, replaced
 from lightning_spectral.protocol.records import WorkUnit
 
@@ -148,11 +147,6 @@ class SavedRun:
         checkpoint.clear()
         checkpoint.update({name: entry for name, entry in loaded.items() if name not in lacking})
         return True
-
-    def read(self, checkpoint: Checkpoint, configuration: dict[str, str | int]) -> None:
-        """Check that the configuration is unchanged, and restore what is restored before training starts."""
-        check_checkpoint(checkpoint, configuration)
-        self.resumed = dict(checkpoint)  # as it is before users' hooks
 
     def start_training(self, host: pl.LightningModule) -> None:
         """In a resumed run, restore what Lightning does not save, and finish a round that has yet to be validated.

@@ -31,13 +31,8 @@ from lightning_spectral.plugin.callbacks import (
     WandbRounds,
 )
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, AtomicCheckpointIO, check_loadable
-from lightning_spectral.plugin.checkpoints import FEDERATION, SavedRun, own_checkpoint
-from lightning_spectral.plugin.checks import (
-    check_callbacks,
-    check_member,
-    check_trainer,
-    warn_of_recompilations,
-)
+from lightning_spectral.plugin.checkpoints import FEDERATION, Checkpoint, SavedRun, own_checkpoint
+from lightning_spectral.plugin.checks import check_callbacks, check_member, check_trainer, warn_of_recompilations
 from lightning_spectral.plugin.data import RoundLoader, ServerData
 from lightning_spectral.plugin.federation import ALONE, Federation
 from lightning_spectral.plugin.logs import forwarded_logging, show_epoch
@@ -48,13 +43,12 @@ from lightning_spectral.plugin.settings import (
     TRAINER_SETTINGS,
     FixedArguments,
     Hparams,
+    check_checkpoint,
     check_same_everywhere,
     config_of,
 )
 from lightning_spectral.plugin.trainer import RoundsAsSteps, convert_now, full_precision
 from lightning_spectral.plugin.user_hooks import Host, NoOutputs, Share, is_overridden
-
-Checkpoint = dict[str, Any]
 
 
 def passed_on(hook: str, position: int | None = None) -> Callable[..., Any]:
@@ -444,7 +438,8 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         Lightning restores weights before it converts the precision of the module, which would round ``"64-true"``.
         """
         if self._trainer is not None and self.trainer.state.fn == "fit":
-            self._saved.read(checkpoint, self.full_configuration())
+            check_checkpoint(checkpoint, self.full_configuration())
+            self._saved.resumed = dict(checkpoint)  # as it is before users' hooks
         for name, member in self.members.items():
             with own_checkpoint(checkpoint, name) as own:
                 member.module.on_load_checkpoint(own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.core.mixins import hparams_mixin
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.parsing import clean_namespace
 from torch import nn
 
 from lightning_spectral.errors import RoundError
@@ -155,7 +155,7 @@ class SavedRun:
         """
         saved, trainer = self.resumed, self._trainer
         for member in self._federation.members.values():
-            leave_out_unpicklable(member.module.hparams)
+            clean_namespace(member.module.hparams)  # again: what makes optimizers may have changed when it was called
         if isinstance(trainer.strategy.checkpoint_io, TorchCheckpointIO):
             for checkpoint in _dumped(trainer).values():
                 check_can_be_saved(checkpoint)
@@ -293,16 +293,6 @@ def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
     weights.update({prefix + key: value for key, value in mine.items()})
     added = {key: value for key, value in own.items() if key not in checkpoint}
     checkpoint.setdefault(OF_MODELS, {})[name] = added
-
-
-def leave_out_unpicklable(hparams: MutableMapping[str, Any]) -> None:
-    """Remove hyper-parameters that a checkpoint cannot hold, with a warning.
-
-    Some that Lightning could pickle at set-up have changed: jsonargparse's functions that make optimizers, when called.
-    """
-    for name in [name for name, value in hparams.items() if _pickling_error(value) is not None]:
-        del hparams[name]
-        rank_zero_warn(f"Attribute '{name}' removed from hparams because it cannot be pickled.")
 
 
 def check_can_be_saved(checkpoint: Mapping[str, Any]) -> None:

@@ -65,9 +65,7 @@ class Workplace:
         """Make what trains the clients of one run; the user's module is theirs alone."""
         self.place(module)
         module.trainer = self.trainer
-        several = not getattr(module, "automatic_optimization", True)
-        configured, name = module.configure_optimizers(), type(module).__name__
-        optimizers, schedules = read_optimizers(configured, name, several=several)
+        optimizers, schedules = read_optimizers(module)
         schedulers = partial(only_or_all, [AtTheServer() for _ in schedules])
 
         def attach(recorder: Recorder, client: Any) -> None:

@@ -178,8 +178,7 @@ class Member(pl.LightningModule):
                 f"`{kind}.configure_optimizers` is missing; define it and return the optimizer that clients are to "
                 "use, e.g. torch.optim.SGD(self.parameters(), lr=0.1)."
             )
-        configured = module.configure_optimizers()
-        templates, schedulers = read_optimizers(configured, kind, several=not module.automatic_optimization)
+        templates, schedulers = read_optimizers(module)
         self.schedules = RoundSchedules(schedulers, self.name)
         for template in templates:
             check_optimizer(template)
@@ -438,10 +437,9 @@ def _step(scheduler: Any, *metric: Any) -> None:
         scheduler.step(*metric)
 
 
-def read_optimizers(
-    configured: Any, owner: str, *, several: bool = False
-) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Read what the ``configure_optimizers`` of a class returned, in any of the forms that Lightning knows."""
+def read_optimizers(module: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """Read what a module's ``configure_optimizers`` returns, in any of the forms that Lightning knows."""
+    configured, owner, several = module.configure_optimizers(), type(module).__name__, not module.automatic_optimization
     if configured is None:
         raise ValueError(f"{owner}.configure_optimizers returned None; return the optimizer that clients use.")
     optimizers, schedulers = _parts(configured)

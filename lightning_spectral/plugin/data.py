@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -19,7 +19,7 @@ from lightning_spectral.algorithms.filter import Filter
 from lightning_spectral.arguments import Number, Whole, flag
 from lightning_spectral.client.batches import BatchSource, ClientData, Collate, EvaluationLoader
 from lightning_spectral.client.local_loop import LocalTrainer
-from lightning_spectral.errors import check_is, refuse_moved
+from lightning_spectral.errors import check_is
 from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.partition import (
     Labels,
@@ -107,12 +107,6 @@ class ServerData(pl.LightningDataModule):
     """
 
     settings: tuple[str, ...] = ("num_clients",)  # what loggers show
-    called: ClassVar[Mapping[str, str]] = MappingProxyType({})  # arguments by names from elsewhere, and what to write
-
-    def __new__(cls, *args: Any, **options: Any) -> ServerData:
-        """Say where an argument is, or how it is called here."""
-        refuse_moved(cls, options, cls.called)
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -267,7 +261,7 @@ class FederatedDataModule(FixedArguments, ServerData):
     """
 
     settings = ("batch_size", "num_clients", "partitioner", "seed", "num_examples")
-    called = CALLED
+    moved = CALLED
 
     def __init__(
         self,

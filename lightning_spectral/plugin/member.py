@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.algorithms.base import ELSEWHERE, PLACES, Known, Moment, ServerHalf, promises_of
+from lightning_spectral.algorithms.base import Known, Moment, ServerHalf, promises_of
 from lightning_spectral.algorithms.filter import Filter, Fit, Plan, instructions
 from lightning_spectral.arguments import Whole, first_of
 from lightning_spectral.client.device import Device
@@ -31,7 +31,7 @@ from lightning_spectral.client.user_optimizer import (
     trainable_parameters,
     untrained_parameters,
 )
-from lightning_spectral.errors import refuse_moved, warn
+from lightning_spectral.errors import warn
 from lightning_spectral.filters.own import STATES, STORED, DeviceStates, Stored, chain
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
@@ -60,18 +60,6 @@ KEPT = {  # what is said of parts that are dropped
     "algorithm": "the algorithm's sums over all clients",
 }
 CLIENT_ID = Whole(at_least=0)
-MOVED = {  # arguments that belong elsewhere, or have other names
-    "update_bound": "filters=[UsualUpdateNorm()]",
-    "secure_sums": "filters=[SecureSums()]",
-    "privacy": "filters=[ClientPrivacy(...)]",
-    **{name: PLACES[name] for name in ("personal", "compression", "mu", "proximal_mu", "server_lr")},
-    **{name: PLACES[name] for name in ("fraction_fit", "fraction_train")},
-    "num_clients": "IIDPartitioner(num_clients=10) for all, clients_per_round=10 for those of a round",
-    "cohort_size": PLACES["clients_per_round"],
-    **dict.fromkeys(("epochs", "num_epochs"), PLACES["local_epochs"]),
-    "server_momentum": PLACES["server_lr"],
-    **ELSEWHERE,
-}
 
 
 class Member(pl.LightningModule):
@@ -104,11 +92,6 @@ class Member(pl.LightningModule):
     filters: tuple[Filter, ...]
     buffer_rules: Rules
     conditions: Conditions
-
-    def __new__(cls, *args: Any, **options: Any) -> Member:
-        """Say where an argument is that acts on updates."""
-        refuse_moved(cls, options, MOVED)
-        return super().__new__(cls)
 
     def __init__(self) -> None:
         super().__init__()

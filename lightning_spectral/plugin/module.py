@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm, FedAvg, SpectralStart
+from lightning_spectral.algorithms.base import ELSEWHERE, PLACES
 from lightning_spectral.algorithms.filter import Plan, check_chain
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_hooks import LocalHook
@@ -63,6 +64,18 @@ BELONGS: Mapping[type, str] = MappingProxyType(  # how each kind of object is gi
         pl.Callback: "Trainer(callbacks=[{}])",
     }
 )
+MOVED = {  # arguments that belong elsewhere, or have other names
+    "update_bound": "filters=[UsualUpdateNorm()]",
+    "secure_sums": "filters=[SecureSums()]",
+    "privacy": "filters=[ClientPrivacy(...)]",
+    **{name: PLACES[name] for name in ("personal", "compression", "mu", "proximal_mu", "server_lr")},
+    **{name: PLACES[name] for name in ("fraction_fit", "fraction_train")},
+    "num_clients": "IIDPartitioner(num_clients=10) for all, clients_per_round=10 for those of a round",
+    "cohort_size": PLACES["clients_per_round"],
+    **dict.fromkeys(("epochs", "num_epochs"), PLACES["local_epochs"]),
+    "server_momentum": PLACES["server_lr"],
+    **ELSEWHERE,
+}
 ServerOptimizer = FedOptimizer | Callable[[Iterable[torch.nn.Parameter]], Optimizer]
 
 
@@ -112,7 +125,7 @@ class FederatedModule(FederatedHooks, Member):
         FedAvg()
     """
 
-    data_type, data_call = ServerData, "FederatedDataModule(train, partitioner)"
+    data_type, data_call, moved = ServerData, "FederatedDataModule(train, partitioner)", MOVED
 
     def __init__(
         self,

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from numbers import Integral, Real
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities.parsing import is_picklable
 
+from lightning_spectral.errors import refuse_moved
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.server.processes import Processes
 
@@ -21,9 +23,14 @@ MAX_TEXT = 200
 
 
 class FixedArguments:
-    """A base class that refuses new values for arguments that would be ignored, wholly or in part."""
+    """A base class that says where misplaced arguments belong, and refuses new values for those that it has used."""
 
+    moved: ClassVar[Mapping[str, str]] = MappingProxyType({})  # arguments that belong elsewhere, or have other names
     _fixed: frozenset[str] = frozenset()
+
+    def __new__(cls, *args: Any, **options: Any) -> FixedArguments:
+        refuse_moved(cls, options, cls.moved)
+        return super().__new__(cls)
 
     def _fix(self, names: Iterable[str]) -> None:
         """Refuse new values for these arguments from now on."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import promises_of
@@ -24,7 +25,6 @@ from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.server.lasting import Lasting
 from lightning_spectral.server.processes import predicted_work, shares
-from lightning_spectral.server.round import Turn
 from lightning_spectral.sums.exact_mean import MOST_TERMS
 
 OF_A_FIT = ("schedules", "server optimizer", ADVICE, FROZEN)  # parts that go on only from a checkpoint
@@ -67,23 +67,20 @@ class Federation(Shared):
         for member in self.members.values():
             own = [unit for unit in units if unit.model == member.key]
             if own or promises_of(member.algorithm).steps_without_clients or member.engine.is_private:
-                opened = member.open_round(round_idx, own)
-                for callback in self.runtime.round_callbacks():
-                    callback.on_round_start(self.runtime.trainer, member, opened.algorithm_round)
+                self.call("on_round_start", member, member.open_round(round_idx, own).algorithm_round)
 
     def play(self, share: Share) -> None:
         """Train this process's clients, one model after another."""
-        callbacks, trainer = self.runtime.round_callbacks(), self.runtime.trainer
         for member in self.members.values():
-
-            def call(hook: str, turn: Turn, module: Member = member) -> None:
-                for callback in callbacks:
-                    getattr(callback, hook)(trainer, module, turn)
-
             if units := [unit for unit in share.units if unit.model == member.key]:
                 member.engine.round.agree(units)
-                start, end = partial(call, "on_client_start"), partial(call, "on_client_end")
+                start, end = (partial(self.call, hook, member) for hook in ("on_client_start", "on_client_end"))
                 member.engine.round.play(self.runtime.until_stopped(units), start, end)
+
+    def call(self, hook: str, module: pl.LightningModule, *args: Any) -> None:
+        """Call a hook of all round callbacks."""
+        for callback in self.runtime.round_callbacks():
+            getattr(callback, hook)(self.runtime.trainer, module, *args)
 
     def finish_round(self) -> None:
         """Close the round, step the servers on their pseudo-gradients, step the schedules and log the round."""

@@ -324,8 +324,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         with full_precision(self.device, self._default_dtype):
             self.federation.play(batch)
             self.federation.runtime.stop_if_signalled()
-            for callback in self.federation.runtime.round_callbacks():
-                callback.on_cohort_end(self.trainer, self, batch.round_idx)
+            self.federation.call("on_cohort_end", self, batch.round_idx)
         return NoOutputs()
 
     def finish_round(self) -> None:

@@ -451,16 +451,11 @@ def read_optimizers(module: Any) -> tuple[list[Optimizer], list[LRSchedulerConfi
 
 def _parts(configured: Any) -> tuple[list[Any], list[tuple[Any, str | None]]]:
     """Optimizers, and schedulers with the metric that each monitors, if any."""
-    if isinstance(configured, Mapping):
-        if "optimizer" not in configured:
-            raise ValueError(f"`configure_optimizers` returned a dictionary without 'optimizer': {list(configured)}.")
-        return [configured["optimizer"]], [(configured.get("lr_scheduler"), configured.get("monitor"))]
-    if not isinstance(configured, Sequence):
-        return [configured], []
-    if configured and all(isinstance(one, Mapping) for one in configured):
-        parts = [_parts(one) for one in configured]
-        return [o for optimizers, _ in parts for o in optimizers], [s for _, schedulers in parts for s in schedulers]
-    if len(configured) == 2 and isinstance(configured[0], Sequence):
-        schedulers = configured[1] if isinstance(configured[1], Sequence) else [configured[1]]
-        return list(configured[0]), [(scheduler, None) for scheduler in schedulers]
-    return list(configured), []
+    several = configured if isinstance(configured, Sequence) else [configured]
+    if len(several) == 2 and isinstance(several[0], Sequence):
+        schedulers = several[1] if isinstance(several[1], Sequence) else [several[1]]
+        return list(several[0]), [(scheduler, None) for scheduler in schedulers]
+    each = [one if isinstance(one, Mapping) else {"optimizer": one} for one in several]
+    if lacking := [list(one) for one in each if "optimizer" not in one]:
+        raise ValueError(f"`configure_optimizers` returned a dictionary without 'optimizer': {lacking[0]}.")
+    return [one["optimizer"] for one in each], [(one.get("lr_scheduler"), one.get("monitor")) for one in each]

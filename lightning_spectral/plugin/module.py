@@ -23,7 +23,7 @@ from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import check_is, warn
 from lightning_spectral.filters import Filter  # and all of them, for configs that name them
 from lightning_spectral.filters.robust_rules import RobustRule
-from lightning_spectral.participation import Population, Sampler, UniformParticipation, cohort_size
+from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.callbacks.evaluation import SUFFIX
 from lightning_spectral.plugin.data import MultiModelDataModule, ServerData
 from lightning_spectral.plugin.hooks import FederatedHooks, passed_on
@@ -160,8 +160,6 @@ class FederatedModule(FederatedHooks, Member):
                     "train; leave one out."
                 )
         self.clients_per_round = clients_per_round
-        if clients_per_round is not None:
-            self.clients_per_round = cohort_size("clients_per_round", clients_per_round)
         self.seed: int = Whole()("seed", seed)
         check_user_module(module)
         self.module = module
@@ -176,8 +174,9 @@ class FederatedModule(FederatedHooks, Member):
                     f"`clients_per_round={clients_per_round}` and `participation={participation!r}` both say who takes "
                     "part; leave one out."
                 )
-        elif self.clients_per_round is not None:  # otherwise a federation of several models decides
-            self.participation = UniformParticipation(self.clients_per_round)
+        elif clients_per_round is not None:  # otherwise a federation of several models decides
+            self.participation = UniformParticipation(clients_per_round)
+            self.clients_per_round = self.participation.clients_per_round  # a plain number
         self.server_optimizer = server_optimizer
         self.local_hooks = tuple(local_hooks)
         known = self.algorithm, self.filters, self.participation, self.local_hooks

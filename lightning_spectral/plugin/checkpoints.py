@@ -87,7 +87,6 @@ class SavedRun:
             histories = [one for one in self._trainer.callbacks if isinstance(one, RoundHistory)]  # type: ignore[attr-defined]
             records = {one.state_key for one in histories}  # which are new whenever they are asked for, and grow
             memo: dict[int, Any] = {}  # of both kinds: tensors that share memory are copied once
-            self.kept = {}
             for kind, found in _dumped(self._trainer).items():
                 lasting = [found.get(name) for name in LASTING]
                 lasting += [state for key, state in found.get("callbacks", {}).items() if key in records]

@@ -161,7 +161,6 @@ class ServerData(pl.LightningDataModule):
 
     def check_clients(self) -> None:
         """Raise ``ValueError`` if a client has no examples; by default, none of these is a client."""
-        return None
 
     def configuration(self) -> dict[str, str | int]:
         """The settings that must match for a checkpoint to be resumed."""

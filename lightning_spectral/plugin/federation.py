@@ -99,8 +99,7 @@ class Federation(Shared):
             summaries = []
             for index, member in enumerate(members):
                 rate = member.templates[0].param_groups[0].get("lr")  # none of an optimizer that chooses its own
-                untrained = RoundSummary(runtime.round_idx, (), {}, {}, {}, model=member.name)
-                summary = closed.get(member.name) or untrained
+                summary = closed.get(member.name, RoundSummary(runtime.round_idx, (), {}, {}, {}, model=member.name))
                 own = {**summary.diagnostics, "lr": math.nan if rate is None else float(rate)}
                 summaries.append(self.cohorts.note(index, replace(summary, diagnostics=own)))
                 member.schedules.note(summaries[-1])

@@ -86,9 +86,6 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
 
     data_type: type[pl.LightningDataModule]
     data_call: str  # that makes such data
-    federation: Federation
-    _saved: SavedRun
-    _default_dtype: torch.dtype
 
     def _create_federation(self, members: Mapping[str, Member]) -> None:
         """Create the federation, at the end of the constructor."""
@@ -314,7 +311,6 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     # -- a round
 
     def start_round(self, round_idx: int) -> None:
-        """Open the round of every model that some client trains, and call the round callbacks."""
         self.federation.runtime.note_shares(round_idx)
         self._saved.kept = {}
         self.federation.start_round(round_idx)

@@ -98,19 +98,17 @@ def show_epoch(trainer: pl.Trainer) -> None:
 @contextmanager
 def forwarded_logging(module: pl.LightningModule, to: pl.LightningModule) -> Iterator[None]:
     """Forward ``module.log``, which ``log_dict`` calls, within the block to the module that Lightning trains."""
-    target: Any = module
-    kind = type(module)
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         _check_free("An evaluation hook", ALWAYS & {name})
         to.log(name, value, *args, **options)
 
-    redirect(module, {"log": log})
-    try:
-        yield
-    finally:
-        target.__class__ = kind
-        vars(module).pop("log", None)
+    with replaced(module, __class__=type(module)):  # which is another one, if it overrides `log`
+        redirect(module, {"log": log})
+        try:
+            yield
+        finally:
+            vars(module).pop("log", None)
 
 
 def _check_free(by: str, taken: Iterable[str]) -> None:

@@ -62,14 +62,8 @@ class FederatedCLI(LightningCLI):
 
     def __init__(self, args: ArgsType = None, **options: Any) -> None:
         defaults = {"seed_everything_default": 0, "auto_configure_optimizers": False, "parser_class": OneLineParser}
-        super().__init__(
-            FederatedHooks,  # the common base, whose subclasses remember what they were built from, for checkpoints
-            pl.LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            args=args,
-            **{**defaults, **options},
-        )
+        # the common base, whose subclasses remember what they were built from, for checkpoints
+        super().__init__(FederatedHooks, subclass_mode_model=True, args=args, **{**defaults, **options})
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

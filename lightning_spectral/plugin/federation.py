@@ -44,8 +44,7 @@ class Federation(Shared):
     """
 
     def __init__(self, plan: Host, members: Mapping[str, Member], runtime: Runtime) -> None:
-        super().__init__(plan, runtime)
-        self.members = dict(members)
+        self.plan, self.runtime, self.members = plan, runtime, dict(members)
         self.cohorts = Cohorts(plan, self.members, runtime)
         self.last_stepped = -1
         self.take_members()

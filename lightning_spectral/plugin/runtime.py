@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -94,7 +93,6 @@ class Runtime:
         log_round(self.trainer, summaries)
 
 
-@dataclass(eq=False)
 class Shared:
     """What the models of a federation share: what was chosen for all of them, and whatever runs their rounds."""
 

@@ -14,7 +14,7 @@ limit; one that fails is a line of its table, and the others go on. The parts:
 - ``factorise``: milliseconds to factorise matrices, all terms or the largest tenth, on the device and on the CPU.
 - ``shared``: a round of the tiny network and of the CNN, by the number of processes on the device.
 - ``stacked``: the same round with all clients at once, their weights stacked by ``torch.func``.
-- ``captured``: the same round with captured steps (`captured.py`), on the CPU as always; differences of final weights.
+- ``captured``: the same round with captured passes, on the CPU as always; differences of final weights.
 - ``cifar10``: the row "Collective, keep ratio 0.2" of Table 1 for CIFAR-10, as long as it is said.
 """
 
@@ -37,7 +37,6 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from captured import CapturedLoop
 from contenders.workload import cnn, mlp
 from page import show
 from torch import Tensor, nn
@@ -152,11 +151,6 @@ class StackedFederation(ls.FederatedModule):
         return Stacked(self)
 
 
-class CapturedFederation(ls.FederatedModule):
-    def make_executor(self, engine: Any) -> Executor:
-        return self.make_local_executor(engine, CapturedLoop)
-
-
 class Clock(pl.Callback):
     def __init__(self, device: str) -> None:
         self.device, self.starts = device, list[float]()
@@ -176,7 +170,7 @@ def train(
     data: ls.FederatedDataModule,
     device: str,
     rounds: int,
-    kind: type[ls.FederatedModule] = ls.FederatedModule,
+    kind: Callable[..., ls.FederatedModule] = ls.FederatedModule,
     algorithm: ls.Algorithm | None = None,
     **options: Any,
 ) -> Clock:
@@ -293,7 +287,7 @@ def captured(case: str, device: str, toy: bool) -> Rows:
 
     def trained(capture: bool = False) -> tuple[float, list[Tensor]]:
         own = copy.deepcopy(net)
-        kind = CapturedFederation if capture else ls.FederatedModule
+        kind = partial(ls.FederatedModule, capture=capture)
         clock = train(own, data, device, count, kind, ALGORITHMS[algorithm]())
         return clock.milliseconds(3), [tensor.detach().double() for tensor in own.state_dict().values()]
 

@@ -15,6 +15,7 @@ from lightning_spectral.algorithms import Ditto
 from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Plan, ServerEnd, Unusable
 from lightning_spectral.arguments import first_of
+from lightning_spectral.client.captured_loop import CapturedLoop
 from lightning_spectral.client.device import DeviceEnd
 from lightning_spectral.client.kept_state import changed_attributes
 from lightning_spectral.client.local_hooks import LocalHook
@@ -147,6 +148,8 @@ class ExampleEnd(DeviceEnd):
     def trainer(self, trainer: LocalTrainer, settings: LocalSettings) -> LocalTrainer:
         if settings.placement.scaler is not None:
             raise ValueError(f"{GOES_NOT} precision '16-mixed', which scales by the gradients; use 'bf16-mixed' or 32.")
+        if trainer is CapturedLoop:
+            raise ValueError(f"{GOES_NOT} `capture=True`, as its passes are those of one example; leave it out.")
         return partial(ExampleLoop, self.choice, self.spend)
 
 

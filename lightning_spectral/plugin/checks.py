@@ -100,6 +100,9 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
             data.check_clients()
     for hook in owner.local_hooks:
         hook.check(module, lambda: data.labels_in_examples)
+    where = owner.trainer.strategy.root_device.type if isinstance(data, FederatedDataModule) else type(data).__name__
+    if owner.capture and where != "cuda":
+        raise ValueError(f"`capture=True` replays kernels of a CUDA device of this process, got {where}; leave it out.")
     clock = owner.conditions.clock
     if is_absolute(participation) and clock is not None and clock.keep_first is not None:
         raise ValueError(

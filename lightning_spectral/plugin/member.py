@@ -20,6 +20,7 @@ from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.base import Known, Moment, ServerHalf, promises_of
 from lightning_spectral.algorithms.filter import Filter, Fit, Plan, instructions
 from lightning_spectral.arguments import Whole, first_of
+from lightning_spectral.client.captured_loop import CapturedLoop
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTrainer, LossLoop, Recorder
@@ -92,6 +93,7 @@ class Member(pl.LightningModule):
     filters: tuple[Filter, ...]
     buffer_rules: Rules
     conditions: Conditions
+    capture: bool
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +312,7 @@ class Member(pl.LightningModule):
 
         Override this to train them elsewhere, with an `Executor` that takes downloads and returns uploads.
         """
-        return self.make_local_executor(engine)
+        return self.make_local_executor(engine, CapturedLoop if self.capture else LocalLoop)
 
     def make_local_executor(self, engine: Engine, local_trainer: LocalTrainer = LocalLoop) -> Executor:
         """Create an executor that trains clients one by one, in this process, unless their data is elsewhere."""

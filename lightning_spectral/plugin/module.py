@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_spectral.algorithms import Algorithm, FedAvg, SpectralStart
 from lightning_spectral.algorithms.base import ELSEWHERE, PLACES
 from lightning_spectral.algorithms.filter import Plan, check_chain
-from lightning_spectral.arguments import Whole
+from lightning_spectral.arguments import Whole, flag
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import check_is, warn
 from lightning_spectral.filters import Filter  # and all of them, for configs that name them
@@ -107,6 +107,8 @@ class FederatedModule(FederatedHooks, Member):
             ``"server"`` to keep the server's value, the default for all others. The first pattern that matches counts.
         dropout: Simulated dropout of clients; ``None`` for none.
         clock: Simulated duration of each client's turn, with deadline and over-selection; ``None`` for none.
+        capture: Whether clients' passes on a CUDA device are captured as graphs of kernels and replayed, with the bits
+            of the passes themselves. This has not been run on a GPU yet.
 
     Note:
         Each client starts with fresh optimizer state. Your scheduler sets the learning rate, read once per round.
@@ -144,6 +146,7 @@ class FederatedModule(FederatedHooks, Member):
         buffers: Rules | None = None,
         dropout: ClientDropout | None = None,
         clock: VirtualClock | None = None,
+        capture: bool = False,
     ) -> None:
         super().__init__()
         _check_module(module)
@@ -178,7 +181,7 @@ class FederatedModule(FederatedHooks, Member):
             self.participation = UniformParticipation(clients_per_round)
             self.clients_per_round = self.participation.clients_per_round  # a plain number
         self.server_optimizer = server_optimizer
-        self.local_hooks = tuple(local_hooks)
+        self.local_hooks, self.capture = tuple(local_hooks), flag("capture", capture)
         known = self.algorithm, self.filters, self.participation, self.local_hooks
         plan = Plan(module, *known, buffers=self.buffer_rules)
         _check_algorithm(self.algorithm, plan)

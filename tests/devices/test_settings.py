@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import launched_run
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit, seeded, without_seconds
+from federation import Fit, same_state, seeded, without_seconds
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import TensorDataset
 from toy_models import LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.client import captured_loop
+from lightning_spectral.client.captured_loop import CapturedLoop
 from lightning_spectral.report.runs import NAME, read_run
 
 HALF = ls.SpectralSharding(keep_ratio=0.5)
@@ -131,6 +134,24 @@ def test_evaluation_alone_is_the_same(data: Any, quiet: dict[str, Any], device: 
         (here,) = getattr(pl.Trainer(**quiet), evaluate)(model, data, verbose=False)
         (there,) = getattr(pl.Trainer(**options), evaluate)(model, data, verbose=False)
         assert without_seconds(there) == pytest.approx(without_seconds(here), rel=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), RATIOS, ls.LoRA(rank=2)], ids=repr)
+def test_captured_passes_have_the_bits_of_passes(
+    algorithm: Any, data: Any, fit: Fit, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_spectral.client.device.WATCHED_ROUNDS", 1)
+    options = {"algorithm": algorithm, "clients_per_round": 4, "max_epochs": 4, "trainer": device.trainer()}
+    if device.is_pretended:
+        with pytest.raises(ValueError, match=r"`capture=True` replays kernels of a CUDA device .*, got pretended"):
+            fit(seeded(LitSmall), data, capture=True, **options)
+        return
+    graphs, cuda_graph = list[Any](), captured_loop.cuda_graph
+    loop = partial(CapturedLoop, capture=lambda call: graphs.append(cuda_graph(call)) or graphs[-1])
+    monkeypatch.setattr("lightning_spectral.plugin.member.CapturedLoop", loop)
+    eager, captured = (fit(seeded(LitSmall), data, capture=capture, **options) for capture in (False, True))
+    assert same_state(captured.tensors, eager.tensors)
+    assert graphs
 
 
 @pytest.mark.slow

@@ -113,6 +113,11 @@ def test_a_callback_that_needs_examples_is_refused(fit: Fit) -> None:
         fit(seeded(LitMLP), remote(toy_line(LitMLP)), callbacks=callbacks, **SETTINGS)
 
 
+def test_what_trains_elsewhere_is_not_captured(fit: Fit) -> None:
+    with pytest.raises(ValueError, match=r"`capture=True` replays kernels .* of this process, got RemoteClients;"):
+        fit(seeded(LitMLP), remote(toy_line(LitMLP)), capture=True, **SETTINGS)
+
+
 def test_weights_that_a_device_does_not_hold_take_no_memory(fit: Fit) -> None:
     modules = []
 

@@ -1,12 +1,11 @@
-"""A prototype of captured steps, with a stand-in for CUDA graphs: the bits of steps, or why none are captured."""
+"""Captured passes, with a stand-in for CUDA graphs: the bits of passes, or why none are captured."""
 
 from __future__ import annotations
 
 import random
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from toy_models import LitMLP, LitNet, cross_entropy, toy_examples, variant
 
 import lightning_spectral as ls
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-import captured
-from captured import CapturedLoop
+from lightning_spectral.client import captured_loop
+from lightning_spectral.client.captured_loop import CapturedLoop
 
 DATA = ls.FederatedDataModule(toy_examples(180), ls.IIDPartitioner(6), batch_size=8)  # of 30 each: 8, 8, 8, 6
 
@@ -149,24 +146,28 @@ ATTRIBUTE = variant(
     on_train_epoch_start=lambda module: setattr(module, "scale", 3.0 - module.scale),  # 2, then 1
 )
 CAPTURED: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {  # and how many steps are replayed
-    "FedAvg": (Lit, {}, 110),
-    "hooks": (Lit, {"local_hooks": [ls.GradientClip(0.5), ls.ProximalTerm(0.1), ls.FixedBatchNorm(3)]}, 92),
-    "sharding": (Lit, {"algorithm": ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})}, 74),
-    "width": (Lit, {"algorithm": ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5})}, 92),
-    "LoRA": (Lit, {"algorithm": ls.LoRA(rank=2), "buffers": {"*running*": "mean"}}, 110),
-    "phases": (Lit, {"algorithm": ls.Ditto()}, 110),
-    "local steps": (Lit, {"local_epochs": 1, "local_steps": 7}, 96),
-    "Adam": (lambda: LitNet(NET(), optimizer=torch.optim.Adam), {}, 110),
-    "Counting": (lambda: LitNet(NET(), optimizer=lambda p: Counting(p, lr=0.1)), {}, 110),
-    "an attribute that changes between epochs": (lambda: ATTRIBUTE(NET()), {}, 108),
+    "FedAvg": (Lit, {}, 60),
+    "hooks": (Lit, {"local_hooks": [ls.GradientClip(0.5), ls.ProximalTerm(0.1), ls.FixedBatchNorm(3)]}, 24),
+    "sharding": (Lit, {"algorithm": ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})}, 24),
+    "width": (Lit, {"algorithm": ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5})}, 24),
+    "LoRA": (Lit, {"algorithm": ls.LoRA(rank=2), "buffers": {"*running*": "mean"}}, 60),
+    "phases": (Lit, {"algorithm": ls.Ditto()}, 156),
+    "local steps": (Lit, {"local_epochs": 1, "local_steps": 7}, 50),
+    "Adam": (lambda: LitNet(NET(), optimizer=torch.optim.Adam), {}, 60),
+    "Counting": (lambda: LitNet(NET(), optimizer=lambda p: Counting(p, lr=0.1)), {}, 60),
 }
 AS_ALWAYS = "must run in Python each time"
 REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {  # what the warning says
     "item": (doing(lambda module, batch: module.log("sum", batch[0].sum().item())), "it reads values of tensors", {}),
     "mask": (doing(lambda module, batch: batch[0][batch[0] > 0].sum()), r"it reads values of .* \(index\)", {}),
     "devices": (doing(lambda *_: torch.ones(2, device="meta") * torch.tensor(0.5)), "it uses tensors on cpu and", {}),
-    "batch_idx": (using(training_step=of_index), "`training_step` uses `batch_idx`", {}),
-    "trainer": (doing(lambda module, batch: module.log("now", float(module.global_step))), ".*`self.trainer`", {}),
+    "batch_idx": (using(training_step=of_index), "replayed, it has other values", {}),
+    "trainer": (
+        doing(lambda module, _: module.log("now", float(module.global_step))),
+        "replayed, it has other",
+        {},
+    ),
+    "an attribute that changes between epochs": (lambda: ATTRIBUTE(NET()), "replayed, it has other values", {}),
     "draw": (doing(lambda module, batch: random.random()), "it draws numbers on the CPU", {}),
     "attribute": (doing(count, lambda module: setattr(module, "count", 0)), "it changes count", {}),
     "no loss": (using(training_step=losing), "`training_step` returns no loss", {}),
@@ -199,7 +200,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {  # what th
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_spectral.client.device.WATCHED_ROUNDS", 1)
-    monkeypatch.setattr(captured, "PATIENCE", 6)
+    monkeypatch.setattr(captured_loop, "PATIENCE", 6)
 
 
 def loop_of(fit: Fit, make: Callable[[], Any], rounds: int = 5, **options: Any) -> CapturedLoop:
@@ -233,6 +234,27 @@ def test_what_cannot_be_captured_is_named_and_runs_as_always(fit: Fit, case: str
 
 def test_a_graph_that_has_not_been_used_for_longest_makes_room(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of eight and the last ones, of six, take turns."""
-    monkeypatch.setattr(captured, "MOST", 1)
+    monkeypatch.setattr(captured_loop, "MOST", 1)
     loop = loop_of(fit, Lit)
-    assert (0 < loop.num_replayed < 110, loop.reason, len(loop._captured)) == (True, "", 1)
+    assert [one.replay is not None for one in loop._passes_of.values()].count(True) == 1
+    assert not loop.reason
+
+
+def test_without_a_cuda_device_nothing_is_captured(fit: Fit) -> None:
+    with pytest.raises(ValueError, match="`capture=True` replays kernels of a CUDA device of this process, got cpu;"):
+        fit(LitNet(NET()), DATA, capture=True)
+
+
+def test_steps_that_hide_examples_are_not_captured() -> None:
+    end = ls.ExamplePrivacy(clip=1.0, noise_multiplier=1.0, delta=1e-5).device(Any)  # type: ignore[arg-type]
+    settings: Any = SimpleNamespace(placement=SimpleNamespace(scaler=None))
+    with pytest.raises(ValueError, match="`capture=True`, as its passes are those of one example"):
+        end.trainer(CapturedLoop, settings)
+
+
+def test_the_loop_of_a_federation_that_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    model = ls.FederatedModule(LitNet(NET()), capture=True)
+    monkeypatch.setattr(model, "make_local_executor", lambda engine, loop: made.append(loop))
+    model.make_executor(None)
+    assert made == [CapturedLoop]

@@ -131,8 +131,7 @@ class UploadGate:
                 raise RecordError("it holds the client's state, which stays on its device")
             if upload.lost_state and download.last_turn is None:
                 raise RecordError("it says that it has lost a state that it never had")
-            self._check_tensors(download, upload)
-            _check_figures(upload)
+            self._check(download, upload)
             logged = _logged(upload.logged).items()
             named = {name if name in self._own else CLIENTS + name: value for name, value in logged}
             return replace(upload, unit=unit, logged=named)
@@ -143,8 +142,8 @@ class UploadGate:
             return Upload(unit, {}, loss=upload.loss, left_out=upload.left_out)
         raise RecordError(f"it cannot be left out as {upload.left_out!r}")
 
-    def _check_tensors(self, download: Download, upload: Upload) -> None:
-        """Check tensors' form; that of masks differs from download to download, and is computed if need be."""
+    def _check(self, download: Download, upload: Upload) -> None:
+        """Check tensors' form and figures; the form of masks differs from download to download."""
         found = _form_of(upload.tensors)
         if found != self._usual.get(download.capacity):
             expected = self._usual[download.capacity] = self._expected(download)
@@ -163,6 +162,15 @@ class UploadGate:
             is_list = name in values and values[name].dim() > 0 and rows.dtype is torch.int64 and rows.dim() == 1
             if not (is_list and bool(((rows >= 0) & (rows < len(values[name]))).all())):
                 raise RecordError(f"the untrained rows of {shown(name)} are no rows of a tensor that was asked for")
+        if not 0 <= upload.num_steps < MOST_STEPS:
+            raise RecordError(f"it says that it took {upload.num_steps} steps")
+        if not upload.seconds.keys() <= {"load", "train"}:
+            raise RecordError("it reports times of other stages than loading and training")
+        if not all(0.0 <= seconds < MOST_SECONDS for seconds in upload.seconds.values()):
+            raise RecordError("it reports a time that is negative or impossible")
+        for names in (upload.unreached or (), upload.discarded, upload.put_back):
+            if len(names) > MOST or any(name != shown(name) for name in names):
+                raise RecordError(f"it lists more than {MOST} names, or names that cannot be shown")
 
     def _expected(self, download: Download) -> Form:
         """The form of the upload that answers a download."""
@@ -172,19 +180,6 @@ class UploadGate:
             collected = self._told.sized(client, download)
             self._own.update(collected.logged)
             return _form_of(collected.tensors)
-
-
-def _check_figures(upload: Upload) -> None:
-    """Check the fields of an upload besides its tensors."""
-    if not 0 <= upload.num_steps < MOST_STEPS:
-        raise RecordError(f"it says that it took {upload.num_steps} steps")
-    if not upload.seconds.keys() <= {"load", "train"}:
-        raise RecordError("it reports times of other stages than loading and training")
-    if not all(0.0 <= seconds < MOST_SECONDS for seconds in upload.seconds.values()):
-        raise RecordError("it reports a time that is negative or impossible")
-    for names in (upload.unreached or (), upload.discarded, upload.put_back):
-        if len(names) > MOST or any(name != shown(name) for name in names):
-            raise RecordError(f"it lists more than {MOST} names, or names that cannot be shown")
 
 
 def _summable(figure: float) -> float:

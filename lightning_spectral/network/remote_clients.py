@@ -244,12 +244,6 @@ class RemoteClients(ServerData):
         """The settings that must match for a checkpoint to be resumed; who is there may change."""
         return {"clients": "elsewhere"}
 
-    def bytes_of(self, keep_ratios: Sequence[float]) -> Mapping[float, int]:
-        """Bytes that a client with each keep ratio gets and sends in a round."""
-        owner = self._module.federation.members[self.model]
-        given = {"filters": owner.filters, "buffers": owner.buffer_rules}
-        return round_bytes(owner.module, owner.algorithm, keep_ratios, **given)
-
     @property
     def _module(self) -> Any:
         trainer: Any = self.trainer
@@ -352,7 +346,10 @@ class RemoteDirectory(ClientDirectory):
 
     @cached_property
     def _needed(self) -> Mapping[float, int]:
-        return self.clients.bytes_of(self.capacities.values)
+        """Bytes that a client with each keep ratio gets and sends in a round."""
+        owner = self.clients._module.federation.members[self.clients.model]
+        given = {"filters": owner.filters, "buffers": owner.buffer_rules}
+        return round_bytes(owner.module, owner.algorithm, self.capacities.values, **given)
 
     @cached_property
     def _assigned(self) -> Mapping[str, float]:

@@ -8,11 +8,13 @@ necessary, and the program runs in a fork of a process that has imported it. ``f
 from __future__ import annotations
 
 import os
+import select
 import sys
 import time
-from argparse import ArgumentParser
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 from lightning_spectral.errors import from_extra
 
@@ -28,7 +30,6 @@ with from_extra("network"):
 
 SHORTEST, GROWTH = 0.1, 1.2  # seconds of the first pause without a message, and by how much each is longer
 PART = 0.05  # seconds of the first pause for a part of a message; Flower doubles it up to ten
-AT_HOME = 0.25  # seconds between two checks, on the device itself, whether the SuperNode has a message
 
 
 class Pauses:
@@ -66,18 +67,26 @@ class ForkingExecutor(SubprocessExecutor):  # type: ignore[misc]
 
 def main() -> None:
     """Run a SuperNode with the options of a `Kit`."""
-    parser = ArgumentParser(add_help=False)
-    parser.add_argument("--port", type=int, required=True)
-    port, node = parser.parse_known_args()[0].port, os.getpid()
-    for module, name in ((start_client_internal, "pull_objects"), (program, "pull_and_inflate_object_from_tree")):
-        vars(module)[name] = partial(vars(module)[name], initial_backoff=PART)
+    (port,) = (option.removeprefix("--port=") for option in sys.argv if option.startswith("--port="))
+    pull, inflate = start_client_internal.pull_objects, program.pull_and_inflate_object_from_tree
+    node, (heard, rung) = os.getpid(), os.pipe()
+
+    def ring_and_pull(*args: Any, **options: Any) -> Any:  # there is a message, of which these are the parts
+        os.write(rung, b".")
+        return pull(*args, **options, initial_backoff=PART)
+
+    def sleep_until_rung(seconds: float) -> None:
+        if select.select([heard], [], [], seconds)[0]:
+            os.read(heard, 4096)
+
     if os.fork() == 0:
-        vars(run_superexec)["get_executor"] = lambda *args, **options: ForkingExecutor()
-        os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", str(AT_HOME))
+        vars(program)["pull_and_inflate_object_from_tree"] = partial(inflate, initial_backoff=PART)
+        executor = ForkingExecutor()
+        vars(run_superexec).update(time=SimpleNamespace(sleep=sleep_until_rung), get_executor=lambda *_, **__: executor)
         sys.argv[1:] = ["--insecure", f"--runtime-api-address=127.0.0.1:{port}", f"--parent-pid={node}"]
         flower_superexec()
         return
-    vars(start_client_internal)["time"] = Pauses()
+    vars(start_client_internal).update(time=Pauses(), pull_objects=ring_and_pull)
     sys.argv.append("--isolation=process")
     flower_supernode()
 

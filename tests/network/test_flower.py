@@ -412,33 +412,43 @@ def test_a_node_waits_for_a_message_at_most_a_fifth_longer_than_it_must(monkeypa
         assert slept[-1] == 3.0
 
 
-def test_parts_that_come_after_their_message_are_not_waited_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_and_its_parts_are_not_waited_for_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     def pull(name: str) -> bytes:
         tries.append(name)
         if len(tries) <= 2:  # two of Flower's pauses are at least 2.4 seconds
             raise ObjectUnavailableError(name)
         return b"content"
 
-    program, sent = supernode.program, RecordDict()
-    for replaced, name in ((start_client_internal, "pull_objects"), (program, "pull_and_inflate_object_from_tree")):
-        monkeypatch.setattr(replaced, name, getattr(replaced, name))
-    monkeypatch.setattr(start_client_internal, "time", time)
-    monkeypatch.setattr(supernode, "flower_supernode", lambda: None)
-    monkeypatch.setattr(os, "fork", lambda: 1)
-    monkeypatch.setattr(sys, "argv", ["supernode", "--port=9"])
-    supernode.main()
+    program, sent, pipe = supernode.program, RecordDict(), os.pipe()
+    replaced = {start_client_internal: ["time", "pull_objects"], run_superexec: ["get_executor"]}
+    for module, names in {**replaced, program: ["pull_and_inflate_object_from_tree"]}.items():
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(run_superexec, "time", time)
+    monkeypatch.setattr(os, "pipe", lambda: pipe)
+    for name, pid in (("flower_supernode", 1), ("flower_superexec", 0)):
+        monkeypatch.setattr(supernode, name, lambda: None)
+        monkeypatch.setattr(os, "fork", lambda pid=pid: pid)
+        monkeypatch.setattr(sys, "argv", ["supernode", "--port=9"])
+        supernode.main()
+    assert "--runtime-api-address=127.0.0.1:9" in sys.argv
     tries, start = list[str](), time.monotonic()
     assert start_client_internal.pull_objects(["a"], pull) == {"a": b"content"}
+    run_superexec.time.sleep(60.0)  # there is a message
     tries.clear()
     pulled = program.pull_and_inflate_object_from_tree(
         get_object_tree(sent), lambda name: pull(name) and sent.deflate(), lambda name: None
     )
     assert pulled == sent
     assert time.monotonic() - start < 2.0
+    start = time.monotonic()
+    run_superexec.time.sleep(0.2)  # there is none
+    assert time.monotonic() - start > 0.15
 
 
 def test_what_a_node_replaces_in_flower_is_there() -> None:
     assert start_client_internal.time is time
+    assert run_superexec.time is time
     assert run_superexec.get_executor("subprocess").__class__ is supernode.ForkingExecutor.__base__
 
 

@@ -1,5 +1,6 @@
 """A filter of another package, in a simulation, resumed, and over a network; in two processes it is in `RUNS`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_clients_over_a_network_send_the_same(lit: Any, data: Any, fit: Fit, mon
 def test_a_device_that_sends_something_else_is_left_out(lit: Any, fit: Fit, monkeypatch: Any) -> None:
     monkeypatch.setattr(fake_line, "TRUSTED", [*fake_line.TRUSTED, "ternary"])
     from lightning_spectral.network.messages import record_of, record_parts
-    from lightning_spectral.protocol.records import Upload, replace
+    from lightning_spectral.protocol.records import Upload
 
     def spoil(question: Any, answer: Any) -> Any:
         if question.node % 2:

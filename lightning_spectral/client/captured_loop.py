@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +29,7 @@ IN_PYTHON = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 LAYER_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_FORMS = ("lightning_spectral.nn.", "lightning_spectral.algorithms.")  # owners of hooks that are part of a sub-model
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
-SELDOM = 3  # turns in which passes must have come up to be captured; odd last batches seldom do
-TRIED = 3  # further turns in which each replay is compared, and not only the first
+SELDOM = 3  # turns in which passes come up to be captured, unlike odd last ones; in as many, all replays are compared
 MOST = 16  # graphs, each with the memory of a pass
 PATIENCE = 50  # turns until it is said that no passes come up again
 OTHER_VALUES = (
@@ -52,10 +51,6 @@ def cuda_graph(call: Call) -> Call:
             warnings.simplefilter("ignore")  # it is empty, and ends what the generators believe to be a capture
         raise
     return graph.replay
-
-
-class Uncapturable(Exception):
-    """Passes cannot be captured; the message says why."""
 
 
 class Watch(TorchDispatchMode):
@@ -108,20 +103,15 @@ class CapturedLoop(LocalLoop):
     one warning says what, and all steps run as always. So do those of the first rounds, in which hooks watch gradients.
     Not noticed: what a step does elsewhere, as to print, and what first changes its values within a later turn.
 
-    Args:
-        module, optimizers, settings: As for `LocalLoop`.
+    Attributes:
         capture: Records a call, and returns what runs it again in the same memory.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        optimizers: Sequence[Optimizer],
-        settings: LocalSettings,
-        capture: Callable[[Call], Call] = cuda_graph,
-    ) -> None:
+    capture: Callable[[Call], Call] = staticmethod(cuda_graph)
+
+    def __init__(self, module: Any, optimizers: Sequence[Optimizer], settings: LocalSettings) -> None:
         super().__init__(module, optimizers, settings)
-        self.capture, self.num_replayed, self.reason, self._turn = capture, 0, "", 0
+        self.num_replayed, self.reason, self._turn = 0, "", 0
         self._passes_of: dict[Any, Passes] = {}
         self._generator, self._stream = torch.default_generator, None
         if (where := self.placement.device).type == "cuda":
@@ -155,10 +145,11 @@ class CapturedLoop(LocalLoop):
             return super().__call__(task)
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            result = super().__call__(task)
-        current.wait_stream(self._stream)
-        return result
+        try:
+            with torch.cuda.stream(self._stream):
+                return super().__call__(task)
+        finally:  # also of a client that fails
+            current.wait_stream(self._stream)
 
     def _reason_against(self, task: LocalTask) -> str:
         hooks = [getattr(part, name).values() for part in self.module.modules() for name in LAYER_HOOKS]
@@ -174,29 +165,33 @@ class CapturedLoop(LocalLoop):
         if self.reason or task.download.round_idx < device.WATCHED_ROUNDS:
             return super()._passes(task, batch, batch_idx)
         leaves = tree_leaves(batch)
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+        dense, where = torch.strided, self.placement.device.type
+        inputs = [one for one in leaves if isinstance(one, Tensor) and (one.layout, one.device.type) == (dense, where)]
         others = [leaf for leaf in leaves if type(leaf) in kept_state.PLAIN]
         if len(inputs) + len(others) < len(leaves):
-            self._give_up("batches hold more than dense tensors, numbers and texts")
+            self._give_up("batches hold more than dense tensors of the device, numbers and texts")
             return super()._passes(task, batch, batch_idx)
-        memory = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors())
+        memory = tuple((id(tensor), tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors())
         modes = tuple(part.training for part in self.module.modules())
         shapes = tuple((tensor.shape, tensor.dtype, tensor.stride()) for tensor in inputs)
         kind = memory, modes, shapes, repr(others), task.recorder.num_examples
         passes = self._passes_of[kind] = self._passes_of.pop(kind, Passes())  # the last to go
         is_first, passes.turn = passes.turn != self._turn, self._turn
         passes.turns += is_first
+        for old in list(self._passes_of)[: -9 * MOST]:
+            del self._passes_of[old]
         if passes.turns < SELDOM:
             return super()._passes(task, batch, batch_idx)
-        if is_first or passes.replay is None or passes.turns <= SELDOM + TRIED:
+        if is_first or passes.replay is None or passes.turns <= 2 * SELDOM:
             return self._compared(passes, inputs, task, batch, batch_idx)
         passes.run(inputs)
         self.num_replayed += 1
         loss, logged, gradients = passes.left
         for call in logged:
             task.recorder.add(*call)
+        new = iter(torch._foreach_mul([own for _, own in gradients if own is not None], 1.0))  # some keep the last ones
         for parameter, gradient in gradients:
-            parameter.grad = gradient
+            parameter.grad = None if gradient is None else next(new)
         output = tree_map_only(Tensor, torch.clone, passes.output) if self.user.takes_outputs else None
         return output, loss.clone()
 
@@ -204,49 +199,50 @@ class CapturedLoop(LocalLoop):
         self, passes: Passes, inputs: list[Tensor], task: LocalTask, batch: Any, batch_idx: int
     ) -> tuple[Any, Tensor | None]:
         """Run passes as always, then replay them, captured before if they are not yet, and compare what both leave."""
-        run, recorder, tensors, before = super()._passes, task.recorder, self._tensors(), self._now()
-        versions = {parameter: parameter._version for parameter in self.module.parameters()}
-        attributes = dict(kept_state.own_attributes(self.module))
-        changed = kept_state.changed_attributes(self.module) if passes.replay is None else tuple
+        run, recorder, before, versions = super()._passes, task.recorder, self._now(), [one._version for one in inputs]
+        kept = kept_state.KeptState(self.module) if passes.turns <= 2 * SELDOM else None
+        changed = tuple if kept is None else kept_state.changed_attributes(self.module)
         with noting(recorder, adds=True) as logged, Watch() as watch:
             output, loss = run(task, batch, batch_idx)
         after, gradients, data = self._now(), self._gradients(), [tensor.data for tensor in inputs]
-        bits = self._bits(loss, logged, gradients)
-        names = {name for name, value in kept_state.own_attributes(self.module) if attributes.get(name) is not value}
-
-        def rewind() -> None:  # buffers, and what else was written: what was not must not look like it
-            self._put(before, (versions.get(tensor) != tensor._version for tensor in tensors))
 
         def take() -> None:
             with noting(recorder, adds=False) as told:
                 passes.output, found = tree_map_only(Tensor, Tensor.detach, run(task, batch, batch_idx))
             passes.left = found, told, self._gradients()
 
+        reasons = ["`training_step` returns no loss"] * (loss is None) + watch.reasons
+        reasons += [f"it changes {name}" for name in changed()]
+        if kept is not None:
+            reasons += ["it holds a generator of its own"] * bool(kept.generators)
+            reasons += ["it changes what the module holds"] * (not kept.renewed())
+        reasons += ["it writes to its batch"] * (versions != [one._version for one in inputs])
+        reasons += ["it draws numbers on the CPU"] * (before[2] != after[2])
         try:
-            reasons = ["`training_step` returns no loss"] * (loss is None) + watch.reasons
-            reasons += [f"it changes {name}" for name in sorted({*names, *changed()})]
-            if reasons := reasons + ["it draws numbers on the CPU"] * (before[2] != after[2]):
-                raise Uncapturable(reasons[0])
-            rewind()
-            if passes.replay is None:
-                passes.inputs = [tensor.detach().clone() for tensor in inputs]
-                for tensor, standing_in in zip(inputs, passes.inputs, strict=True):
-                    tensor.data = standing_in
-                passes.replay = self.capture(take)
-                rewind()
-            passes.run(data)
-            replayed = self._bits(*passes.left)
-            if bits.keys() != replayed.keys() or not all(torch.equal(bits[where], replayed[where]) for where in bits):
-                raise Uncapturable(OTHER_VALUES)
+            if not reasons:
+                said, bits = self._left(output, loss, logged, gradients)
+                self._put(before)
+                if passes.replay is None:
+                    passes.inputs = [tensor.detach().clone() for tensor in inputs]
+                    for tensor, standing_in in zip(inputs, passes.inputs, strict=True):
+                        tensor.data = standing_in
+                    passes.replay = self.capture(take)
+                    self._put(before)
+                passes.run(data)
+                again, replayed = self._left(passes.output, *passes.left)
+                reasons += [OTHER_VALUES] * (said != again or not all(map(torch.equal, bits, replayed)))
         except Exception as error:
-            self._put(after, (not torch.equal(*pair) for pair in zip(tensors, after[0], strict=True)))
-            self._give_up(str(error) if isinstance(error, Uncapturable) else f"{type(error).__name__}: {error}")
-        for tensor, own_data in zip(inputs, data, strict=True):
-            tensor.data = own_data
+            reasons.append(f"{type(error).__name__}: {error}")
+        finally:
+            for tensor, own_data in zip(inputs, data, strict=True):
+                tensor.data = own_data
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        if reasons:
+            self._put(after)
+            self._give_up(reasons[0])
         captured = [kind for kind, one in self._passes_of.items() if one.replay is not None]
-        for kind in {*captured[:-MOST], *list(self._passes_of)[: -9 * MOST]}:
+        for kind in captured[:-MOST]:
             del self._passes_of[kind]
         return output, loss
 
@@ -256,27 +252,30 @@ class CapturedLoop(LocalLoop):
     def _gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
         return [(parameter, parameter.grad) for parameter in self.module.parameters()]
 
-    def _bits(self, loss: Any, logged: Sequence[Any], gradients: Sequence[Any]) -> dict[torch.device, Tensor]:
-        """The bits of all that passes leave behind, for each device."""
-        tensors = [loss, *(value for _, value, *_ in logged), *(gradient for _, gradient in gradients)]
+    def _left(
+        self, output: Any, loss: Any, logged: Sequence[Any], gradients: Sequence[Any]
+    ) -> tuple[Any, list[Tensor]]:
+        """All that passes leave behind: what is no tensor, and the bits of all tensors, joined for each device."""
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors += [loss, *(value for _, value, *_ in logged), *(one for _, one in gradients if one is not None)]
         bits: dict[torch.device, list[Tensor]] = {}
         for tensor in (*tensors, *self._tensors(), self._generator.get_state()):
-            if tensor is not None:
-                bits.setdefault(tensor.device, []).append(tensor.detach().contiguous().view(-1).view(torch.uint8))
-        return {where: torch.cat(parts) for where, parts in bits.items()}
+            bits.setdefault(tensor.device, []).append(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        known = [(name, *known) for name, _, *known in logged], tree_map_only(Tensor, type, output), list(bits)
+        return known, [torch.cat(parts) for parts in bits.values()]
 
-    def _now(self) -> tuple[list[Tensor], Tensor, bytes]:
+    def _now(self) -> tuple[list[tuple[Tensor, int, Tensor]], Tensor, bytes]:
         """All that passes can change: parameters and buffers, the device's generator, and other generators."""
-        own = [value for _, value in kept_state.own_attributes(self.module) if isinstance(value, torch.Generator)]
-        others = [g.get_state().tolist() for g in (torch.default_generator, *own) if g is not self._generator]
+        tensors = [(tensor, tensor._version, tensor.detach().clone()) for tensor in self._tensors()]
+        others = [torch.default_generator.get_state().tolist()] if self._stream is not None else []
         states = pickle.dumps((random.getstate(), np.random.get_state(), others))
-        return [tensor.detach().clone() for tensor in self._tensors()], self._generator.get_state(), states
+        return tensors, self._generator.get_state(), states
 
     @torch.no_grad()
-    def _put(self, then: tuple[list[Tensor], Tensor, bytes], changed: Iterable[bool]) -> None:
-        """Make the device's generator and those tensors that have changed what they were then."""
-        for tensor, value, is_changed in zip(self._tensors(), then[0], changed, strict=True):
-            if is_changed:
+    def _put(self, then: tuple[list[tuple[Tensor, int, Tensor]], Tensor, bytes]) -> None:
+        """Make the generator and all tensors what they were; what nobody wrote must not look written."""
+        for tensor, version, value in then[0]:
+            if not isinstance(tensor, nn.Parameter) or tensor._version != version:
                 tensor.copy_(value)
         self._generator.set_state(then[1])
 

@@ -226,7 +226,7 @@ class KeptState:
         return [named.get(id(generator), index) for index, generator in enumerate(self.generators)]
 
     def _parts_kept(self, value: Any) -> Iterator[Any]:
-        """Keep an object; returns its parts, which are to be kept as well."""
+        """Keep an object, and yield its parts, which are to be kept as well."""
         if isinstance(value, dict | list | set | deque | bytearray):
             if type(value) not in MAPPINGS and getattr(value, "__dict__", None) is not None:  # of a subclass
                 yield from self._attributes_kept(value)

@@ -391,7 +391,7 @@ class LocalLoop:
         """The forward pass of the user's step, and the backward pass of its loss unless there is none."""
         output = self._forward(task, batch, batch_idx)
         loss = loss_of(output)
-        if loss is not None or not self._eager:  # a step that asks for a loss and gets none has no gradients
+        if loss is not None or not self._eager:  # a closure without a loss leaves no gradients, either
             self._zero_grad(self.optimizers[0].optimizer, batch_idx)
         if loss is not None:
             self._scaled_backward(loss)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.client.kept_state import all_parts, parts_of, path_to
+from lightning_spectral.client.kept_state import all_parts, path_to
 from lightning_spectral.protocol.records import Options
 
 LISTED = 3  # further parameters are counted
@@ -170,9 +170,9 @@ def family(optimizer: Optimizer) -> Iterator[Optimizer]:
     """
 
     def inner(whole: Any, path: str) -> Iterator[tuple[str, Any]]:
-        if isinstance(whole, Optimizer):
-            return ((path, held) for name, held in vars(whole).items() if name not in ("param_groups", "state"))
-        return parts_of(whole) if isinstance(whole, list | tuple | dict) else iter(())
+        held = {**vars(whole), "param_groups": None, "state": None} if isinstance(whole, Optimizer) else whole
+        values = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ()
+        return (("", value) for value in values)  # a path would print keys, which may be parameters
 
     return (part for _, part in all_parts({"": optimizer}, inner) if isinstance(part, Optimizer))
 

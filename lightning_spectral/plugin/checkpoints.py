@@ -87,6 +87,7 @@ class SavedRun:
             histories = [one for one in self._trainer.callbacks if isinstance(one, RoundHistory)]  # type: ignore[attr-defined]
             records = {one.state_key for one in histories}  # which are new whenever they are asked for, and grow
             memo: dict[int, Any] = {}  # of both kinds: tensors that share memory are copied once
+            self.kept = {}
             for kind, found in _dumped(self._trainer).items():
                 lasting = [found.get(name) for name in LASTING]
                 lasting += [state for key, state in found.get("callbacks", {}).items() if key in records]
@@ -154,7 +155,7 @@ class SavedRun:
         """
         saved, trainer = self.resumed, self._trainer
         for member in self._federation.members.values():
-            clean_namespace(member.module.hparams)  # again: what makes optimizers may have changed when it was called
+            clean_namespace(member.module.hparams)  # again: what makes optimizers may no longer pickle once called
         if isinstance(trainer.strategy.checkpoint_io, TorchCheckpointIO):
             for checkpoint in _dumped(trainer).values():
                 check_can_be_saved(checkpoint)

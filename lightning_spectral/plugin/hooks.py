@@ -311,6 +311,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     # -- a round
 
     def start_round(self, round_idx: int) -> None:
+        """Open the round of every model that some client trains, and call the round callbacks."""
         self.federation.runtime.note_shares(round_idx)
         self._saved.kept = {}
         self.federation.start_round(round_idx)

@@ -69,6 +69,8 @@ class Processes(Peers, Workers):
             >>> Processes().gather_results(lambda: 2 + 3, RuntimeError)
             [5]
         """
+        if self.size == 1:  # an error that passes through variables would keep alive what failed
+            return [do()]
         mine, error, failed = _try(do, kind)
         gathered = self.gather((failed, mine))
         raise_everywhere([text for text, _ in gathered], error, kind)

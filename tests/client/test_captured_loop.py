@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from federation import Fit, said_during, same_state, seeded
@@ -54,7 +55,7 @@ class Captures(ls.FederatedModule):
 
     def make_executor(self, engine: Any) -> Any:
         def made(*known: Any) -> Any:
-            vars(self)["loop"] = CapturedLoop(*known, capture=Recorded)
+            vars(self)["loop"] = CapturedLoop(*known)
             return self.loop
 
         return self.make_local_executor(engine, made)
@@ -97,6 +98,15 @@ class Counting(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         noted(self)
         return super().step(closure)
+
+
+class Keeping(torch.optim.SGD):
+    """Steps on the sum of a gradient and the one before, which it keeps as it is."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            last, self.state[parameter]["last"] = self.state[parameter].get("last"), parameter.grad
+            parameter.data.sub_(0.05 * (parameter.grad if last is None else parameter.grad + last))
 
 
 class Holder:
@@ -154,6 +164,7 @@ CAPTURED: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {  # and ho
     "phases": (Lit, {"algorithm": ls.Ditto()}, 156),
     "local steps": (Lit, {"local_epochs": 1, "local_steps": 7}, 50),
     "Adam": (lambda: LitNet(NET(), optimizer=torch.optim.Adam), {}, 60),
+    "Keeping": (lambda: LitNet(NET(), optimizer=lambda p: Keeping(p, lr=0.1)), {}, 60),
     "Counting": (lambda: LitNet(NET(), optimizer=lambda p: Counting(p, lr=0.1)), {}, 60),
 }
 AS_ALWAYS = "must run in Python each time"
@@ -170,6 +181,24 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {  # what th
     "an attribute that changes between epochs": (lambda: ATTRIBUTE(NET()), "replayed, it has other values", {}),
     "draw": (doing(lambda module, batch: random.random()), "it draws numbers on the CPU", {}),
     "attribute": (doing(count, lambda module: setattr(module, "count", 0)), "it changes count", {}),
+    "list": (
+        doing(
+            lambda module, batch: module.seen.append(module.net(batch[0])), lambda module: setattr(module, "seen", [])
+        ),
+        "it changes what the module holds",
+        {},
+    ),
+    "generator": (
+        doing(lambda *_: None, lambda module: setattr(module, "rng", np.random.default_rng(0))),
+        "it holds a generator of its own",
+        {},
+    ),
+    "name": (
+        doing(lambda module, _: module.log(f"{module.global_step % 2}", 1.0)),
+        "replayed, it has other values",
+        {},
+    ),
+    "batch": (doing(lambda _, batch: batch[0].clamp_(-1.0, 1.0)), "it writes to its batch", {}),
     "no loss": (using(training_step=losing), "`training_step` returns no loss", {}),
     "hook": (using(on_after_backward=lambda module: None), f"on_after_backward {AS_ALWAYS}", {}),
     "layer hook": (
@@ -201,6 +230,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {  # what th
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_spectral.client.device.WATCHED_ROUNDS", 1)
     monkeypatch.setattr(captured_loop, "PATIENCE", 6)
+    monkeypatch.setattr(CapturedLoop, "capture", staticmethod(Recorded))
 
 
 def loop_of(fit: Fit, make: Callable[[], Any], rounds: int = 5, **options: Any) -> CapturedLoop:

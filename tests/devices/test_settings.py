@@ -4,7 +4,6 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from toy_models import LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.client import captured_loop
-from lightning_spectral.client.captured_loop import CapturedLoop
 from lightning_spectral.report.runs import NAME, read_run
 
 HALF = ls.SpectralSharding(keep_ratio=0.5)
@@ -147,8 +145,8 @@ def test_captured_passes_have_the_bits_of_passes(
             fit(seeded(LitSmall), data, capture=True, **options)
         return
     graphs, cuda_graph = list[Any](), captured_loop.cuda_graph
-    loop = partial(CapturedLoop, capture=lambda call: graphs.append(cuda_graph(call)) or graphs[-1])
-    monkeypatch.setattr("lightning_spectral.plugin.member.CapturedLoop", loop)
+    noted = staticmethod(lambda call: graphs.append(cuda_graph(call)) or graphs[-1])
+    monkeypatch.setattr(captured_loop.CapturedLoop, "capture", noted)
     eager, captured = (fit(seeded(LitSmall), data, capture=capture, **options) for capture in (False, True))
     assert same_state(captured.tensors, eager.tensors)
     assert graphs

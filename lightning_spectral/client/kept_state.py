@@ -354,22 +354,16 @@ class Plain(NamedTuple):
 
 
 def _compared(module: nn.Module, without: Collection[str]) -> Iterator[tuple[str, Any]]:
-    package = package_of(module)
-    yield from ((name, comparable(value, 6, package)) for name, value in own_attributes(module) if name not in without)
-
-
-def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Attributes of a module and its parts that torch and Lightning do not keep for themselves; none of metrics."""
-    metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())
+    package, metric = package_of(module), getattr(sys.modules.get("torchmetrics"), "Metric", ())
     for path, part in module.named_modules():
-        if isinstance(part, (metric, torch.jit.ScriptModule)):
-            continue
-        for name, value in vars(part).items():
-            if name not in _KEPT_BY_TORCH and not name.startswith(("_forward", "_backward")):
-                yield f"{path}.{name}" if path else name, value
+        for own, value in () if isinstance(part, (metric, torch.jit.ScriptModule)) else vars(part).items():
+            name = f"{path}.{own}" if path else own
+            if not (own in _KEPT_BY_TORCH or own.startswith(("_forward", "_backward")) or name in without):
+                yield name, _comparable(value, 6, package)
 
 
-def comparable(value: Any, depth: int, package: str) -> Any:
+def _comparable(value: Any, depth: int, package: str) -> Any:
     """A value to compare with a later one; ``None`` for what is not compared."""
     kind = type(value)
     if kind in PLAIN:
@@ -382,7 +376,7 @@ def comparable(value: Any, depth: int, package: str) -> Any:
         return value.shape, _digest(value.detach().cpu())
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
-            return comparable(value.ravel().tolist(), depth - 1, package)
+            return _comparable(value.ravel().tolist(), depth - 1, package)
         return (value.shape, _digest(value)) if value.size else None
     if package_of(value) == "pandas" and hasattr(value, "_mgr"):
         return hashlib.blake2b(pickle.dumps(value), digest_size=16).hexdigest()
@@ -399,7 +393,7 @@ def comparable(value: Any, depth: int, package: str) -> Any:
         entries = (*getattr(value, "__dict__", {}).items(), *_slots_of(value))
     else:
         return None
-    frozen = ((str(key), comparable(entry, depth - 1, package)) for key, entry in entries)
+    frozen = ((str(key), _comparable(entry, depth - 1, package)) for key, entry in entries)
     return [(key, entry) for key, entry in frozen if entry is not None]
 
 

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from lightning_spectral.arguments import Number, Whole, check_fields
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.errors import warn
 
-BeforeStep = Callable[[], object]
+BeforeStep = Callable[[], None]
 Change = Callable[[Tensor], Tensor]  # of logits
 
 
@@ -145,7 +144,7 @@ class GradientClip(LocalHook):
         >>> model = nn.Linear(2, 1, bias=False)
         >>> before_step = GradientClip(1.0).start_client(model, torch.optim.SGD(model.parameters(), lr=1.0))
         >>> model.weight.grad = torch.tensor([[3.0, 4.0]])
-        >>> _ = before_step()
+        >>> before_step()
         >>> model.weight.grad
         tensor([[0.6000, 0.8000]])
     """
@@ -157,7 +156,11 @@ class GradientClip(LocalHook):
 
     def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return partial(nn.utils.clip_grad_norm_, parameters, self.max_norm)
+
+        def clip() -> None:
+            nn.utils.clip_grad_norm_(parameters, self.max_norm)
+
+        return clip
 
 
 @dataclass(frozen=True)

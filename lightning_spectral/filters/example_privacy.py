@@ -234,9 +234,7 @@ class ExampleLoop(LocalLoop):
         total *= grid / (self._rate * len(task.data.indices))
         for parameter, part in zip(trained, torch.split(total, [p.numel() for p in trained]), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter)
-        self._after_closure(optimizer, self.before_step[0])
-        self._take(optimizer)
-        task.recorder.num_steps += 1
+        self.optimizers[0].step()
         return {}, torch.stack(losses).mean() if losses else None
 
 

@@ -104,17 +104,21 @@ class LocalOptimizer:
             for name in group.keys() - own.keys() - NO_OPTIONS:
                 del group[name]
             group.update(own)
-        made: dict[tuple[int, str], dict[str, Any]] = {}
+        made: dict[Any, tuple[dict[str, nn.Parameter], dict[str, Any]]] = {}
         for one, groups in self._groups:
             before, one.param_groups[:] = list(one.param_groups), []
             for part in groups:
                 whole = before[part.index]
-                key = id(whole), next(iter(part.named))  # a dictionary that two optimizers share stays shared
-                if key not in made:
-                    kept = {name: value for name, value in whole.items() if name not in NO_OPTIONS}
-                    names = {"param_names": list(part.named)} if "param_names" in whole else {}
-                    made[key] = {"params": list(part.named.values()), **names, **kept, **part.options(kept)}
-                one.param_groups.append(made[key])
+                kept = {name: value for name, value in whole.items() if name not in NO_OPTIONS}
+                differing = part.options(kept)
+                # a dictionary that two optimizers share stays shared
+                named, group = made.setdefault((id(whole), *differing.items()), ({}, {**kept, **differing}))
+                named |= part.named
+                group["params"] = list(named.values())
+                if "param_names" in whole:
+                    group["param_names"] = list(named)
+                if not any(group is other for other in one.param_groups):
+                    one.param_groups.append(group)
         for parameter, state in self._initial_state.items():
             tensors = {id(tensor): tensor.clone() for tensor in _tensors_in(state)}
             self.optimizer.state[parameter] = copy.deepcopy(state, tensors)
@@ -185,21 +189,20 @@ def options_of(optimizer: Optimizer) -> tuple[Options, ...]:
 def _groups_of(
     optimizer: Optimizer, server: Mapping[int, str], named: Mapping[str, nn.Parameter], stand_ins: Mapping[str, StandIn]
 ) -> list[Group]:
-    """A client's groups in the user's order; parameters with options of their own form another."""
+    """A client's groups in the user's order; parameters whose options can differ form another."""
     index_of = {
         server[id(p)]: index
         for index, group in enumerate(optimizer.param_groups)
         for p in group["params"]
         if id(p) in server
     }
-    found: dict[tuple[int, tuple[tuple[str, Any], ...]], Group] = {}
-    options = options_of(optimizer)
+    found: dict[tuple[int, object], Group] = {}
     for name, parameter in named.items():
         stand_in = stand_ins.get(name) or StandIn(name)
         if (index := index_of.get(stand_in.origin)) is None:
             continue  # not in the user's optimizer, so it is not trained
-        key = index, tuple(stand_in.options(options[index]).items())
-        found.setdefault(key, Group(index, {}, stand_in.options)).named[name] = parameter
+        group = Group(index, {}, stand_in.options)
+        found.setdefault((index, stand_in.options), group).named[name] = parameter
     return sorted(found.values(), key=lambda group: group.index)
 
 

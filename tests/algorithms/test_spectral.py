@@ -278,7 +278,7 @@ def test_the_weight_decay_of_the_round_decays_the_factors() -> None:
     template = torch.optim.SGD(server.parameters(), lr=0.1, weight_decay=0.1)
     side = ls.SpectralSharding.published(frobenius_decay=0.0, clip_tau=math.inf).bind(server).client_side
     turns, added = Turns(side, server, template), []
-    for decay in (0.1, 0.3, 0.0):
+    for decay in (0.1, 0.3, 0.0, 0.2):
         template.param_groups[0]["weight_decay"] = decay
         with turns.client(0.5) as client:
             layer = next(iter(sharded_layers(client).values()))
@@ -293,6 +293,7 @@ def test_the_weight_decay_of_the_round_decays_the_factors() -> None:
     assert added[0].abs().min() > 0
     torch.testing.assert_close(added[1], 3 * added[0], rtol=1e-6, atol=0.0)
     assert not added[2].any()
+    torch.testing.assert_close(added[3], 2 * added[0], rtol=1e-6, atol=0.0)
 
 
 KEEP = {0.3: 0.5, 0.6: 0.5}

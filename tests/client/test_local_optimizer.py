@@ -102,6 +102,19 @@ def test_options_that_differ_are_those_of_a_group_of_their_own() -> None:
     assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(4, 0.1)]
 
 
+def test_a_group_is_divided_only_in_rounds_in_which_its_options_differ() -> None:
+    """A schedule may decay weights later; as many groups as the user has are stepped in fewer operations."""
+    server = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(server.parameters(), lr=0.5)
+    never = StandIn("1.weight", lambda options: {"weight_decay": 0.0} if options["weight_decay"] else {})
+    groups = optimizer.param_groups
+    for decay, expected in ((0.0, [(4, 0.0)]), (0.1, [(3, 0.1), (1, 0.0)])):
+        options = [{**options_of(optimizer)[0], "weight_decay": decay}]
+        with client_of(optimizer, server, options=options, stand_ins={"1.weight": never}) as client:
+            assert [(len(g["params"]), g["weight_decay"]) for g in groups] == expected
+            assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in client.parameters()}
+
+
 def test_a_parameter_is_stepped_with_the_group_of_the_one_that_it_stands_for() -> None:
     server: Any = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
     optimizer = torch.optim.SGD([{"params": [server[0].weight], "lr": 1.0}, {"params": [server[1].weight], "lr": 2.0}])

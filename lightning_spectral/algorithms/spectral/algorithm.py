@@ -97,7 +97,8 @@ class SpectralSide(DenseSide):
         """Factors have Frobenius decay in place of weight decay, which would act on each of them alone."""
 
         def options(of_weight: Options) -> Options:
-            return {"weight_decay": 0.0, DECAY: self.frobenius_decay + of_weight.get("weight_decay", 0.0)}
+            decay = of_weight.get("weight_decay", 0.0)
+            return {"weight_decay": 0.0, DECAY: self.frobenius_decay + decay} if decay else {}
 
         weights = {name: self.plan.blocks[name].parameter for name in sharded_layers(client)}
         found = {f"{name}.u": StandIn(weight, options, layer=name) for name, weight in weights.items()}
@@ -116,7 +117,7 @@ class SpectralSide(DenseSide):
             groups = optimizer.param_groups
             group_of = {id(parameter): group for group in groups for parameter in group["params"]}
             held = {name: id(layer.u) for name, layer in layers.items()}
-            decays = {name: group_of[u][DECAY] for name, u in held.items() if u in group_of}
+            decays = {name: group_of[u].get(DECAY, self.frobenius_decay) for name, u in held.items() if u in group_of}
             # decoupled weight decay is a step of its own
             decoupled = isinstance(optimizer, AdamW) or any(group.get("decoupled_weight_decay") for group in groups)
             return decaying(decays, decoupled, optimizer, client), rates.acting(optimizer)

@@ -1,8 +1,9 @@
 """How many kernels a local step and a round start, which is what small rounds on a GPU wait for.
 
 ``python benchmarks/kernels.py`` takes seconds on the CPU: it counts operations on the device that the tests pretend,
-without views, allocations and copies, with optimizers as on a GPU (``foreach=True``). A step is counted by piece; what
-is left of a round of ten clients, once their steps are subtracted, is outside of steps.
+without views, allocations and copies, with optimizers as on a GPU (``foreach=True``). A step is counted by piece, a
+client's first one apart, in which SGD copies every gradient to begin its momentum; what is left of a round of ten
+clients, once their steps are subtracted, is outside of steps.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import pretend_device
 
 NUM_CLIENTS, NUM_STEPS = 10, 3
+FIRST, LATER, OUTSIDE = "first step", "later step", "outside"
 FREE = {  # they start nothing on a GPU, or only reserve memory
     *("view", "_unsafe_view", "t", "transpose", "expand", "detach", "alias", "slice", "select", "split", "unsqueeze"),
     *(
@@ -51,7 +53,11 @@ class Kernels(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
-        self.piece = "outside"
+        self.piece = OUTSIDE
+
+    def begin(self, piece: str) -> None:
+        if self.piece != FIRST or piece in (LATER, OUTSIDE):  # pieces of a first step are not told apart
+            self.piece = piece
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_there = pretend_device.PretendTensor in types  # not a draw of terms, which is on the CPU
@@ -66,7 +72,7 @@ class Lit(pl.LightningModule):
     def __init__(self, net: nn.Module, kernels: Kernels) -> None:
         super().__init__()
         self.net = net
-        self.begin: Callable[[str], None] = lambda piece: setattr(kernels, "piece", piece)
+        self.begin: Callable[[str], None] = lambda piece: kernels.begin(piece)  # which a client must not put back
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.begin("forward")
@@ -79,10 +85,10 @@ class Lit(pl.LightningModule):
         self.begin("clip and decay")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.begin("step")
+        self.begin(FIRST if batch_idx == 0 else LATER)
 
     def on_train_epoch_end(self) -> None:
-        self.begin("outside")
+        self.begin(OUTSIDE)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, foreach=True)
@@ -105,8 +111,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {"MLP": (mlp,
 ALGORITHMS: dict[str, ls.Algorithm] = {"FedAvg": ls.FedAvg(), "sharding at 0.2": ls.SpectralSharding(keep_ratio=0.2)}
 
 
-def counted(net: str, algorithm: ls.Algorithm, num_clients: int = NUM_CLIENTS) -> tuple[dict[str, float], float]:
-    """Kernels of a local step by piece, and of a round outside of steps, in the second round of a fit."""
+def counted(net: str, algorithm: ls.Algorithm, num_clients: int = NUM_CLIENTS) -> tuple[float, dict[str, float], int]:
+    """Kernels of a client's first step, of a later one by piece, and of a round outside of steps, in a second round."""
     make, shape = NETS[net]
     kernels = Kernels()
     torch.manual_seed(0)
@@ -124,21 +130,22 @@ def counted(net: str, algorithm: ls.Algorithm, num_clients: int = NUM_CLIENTS) -
         pl.Trainer(max_epochs=2, callbacks=[SecondRound()], **quiet, **pretend_device.trainer_options()).fit(
             model, data
         )
-    outside = kernels.found.pop("outside")
-    return {piece: count / num_clients / NUM_STEPS for piece, count in kernels.found.items()}, outside
+    first, outside = kernels.found.pop(FIRST) / num_clients, kernels.found.pop(OUTSIDE)
+    later = num_clients * (NUM_STEPS - 1)
+    return first, {piece: count / later for piece, count in kernels.found.items()}, outside
 
 
 def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     pretend_device.install()
-    print("| network | algorithm | a step | by piece | outside of steps, a round of ten clients |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| network | algorithm | first step | a later one | by piece | outside of steps, a round of ten clients |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for net in NETS:
         for name, algorithm in ALGORITHMS.items():
-            step, outside = counted(net, algorithm)
-            pieces = ", ".join(f"{piece} {count:.1f}" for piece, count in step.items())
-            print(f"| {net} | {name} | {sum(step.values()):.1f} | {pieces} | {outside:.0f} |", flush=True)
+            first, later, outside = counted(net, algorithm)
+            pieces = ", ".join(f"{piece} {count:g}" for piece, count in later.items())
+            print(f"| {net} | {name} | {first:g} | {sum(later.values()):g} | {pieces} | {outside} |", flush=True)
 
 
 if __name__ == "__main__":

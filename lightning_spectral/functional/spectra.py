@@ -325,6 +325,7 @@ def looks_random(singular_values: Tensor, shape: tuple[int, int]) -> bool:
 BOUND = "it bounds the {} in units of the nominal one (use float('inf') for no bound)"
 TAU = Number(at_least=1, finite=False, hint=BOUND.format("effective learning rate"))
 WEIGHT_LR = Number(above=0, finite=False, hint=BOUND.format("learning rate of the weight"))
+FEW = 2**22  # multiplications that a GPU does in less time than it takes to start a kernel
 
 
 def effective_lr_factors(multipliers: Tensor, tau: float) -> Tensor:
@@ -371,18 +372,22 @@ def squared_frobenius_norm(u: Tensor, multipliers: Tensor, v: Tensor) -> Tensor:
     return ((scaled.T @ scaled) * (v @ v.T)).sum()
 
 
-def frobenius_decay_gradients(u: Tensor, multipliers: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Gradients of :math:`\frac12 \|U \Omega V\|_F^2` with respect to both factors, without forming the product.
+def frobenius_decay_products(
+    u: Tensor, multipliers: Tensor | None, v: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    r"""Gradients of :math:`\frac12 \|U \Omega V\|_F^2` with respect to both factors, each as two matrices to multiply.
 
     They are :math:`U\Omega VV^T\Omega` of shape ``(c_out, n)`` and :math:`\Omega U^TU\Omega V` of shape ``(n, c_in
-    k)``. Without multipliers, all are 1.
+    k)``. Without multipliers, all are 1. The n x n Gram matrices take the fewest multiplications; a GPU starts fewer
+    kernels through the matrix itself, and multiplies few numbers in less time than it takes to start one.
 
     Reference:
         Khodak et al. (2021); Korzhenkov & Louizos (2024), section 3.3. The half is the convention of the published code
         of Niu et al. (2022) and of PyTorch's ``weight_decay``; the text of the 2024 paper omits it.
     """
-    if multipliers is None:
-        return u @ (v @ v.T), (u.T @ u) @ v
-    scaled = u * multipliers
-    gram_u = (scaled.T @ u) * multipliers
-    return scaled @ ((v @ v.T) * multipliers), gram_u @ v
+    left = u if multipliers is None else u * multipliers
+    right = v if multipliers is None else multipliers[:, None] * v
+    if not u.is_cpu and left.numel() * v.shape[1] <= FEW:
+        matrix = left @ v
+        return (matrix, right.T), (left.T, matrix)
+    return (left, v @ right.T), (left.T @ left, v)

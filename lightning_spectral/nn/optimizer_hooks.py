@@ -18,7 +18,7 @@ from lightning_spectral.functional.checks import has_values
 from lightning_spectral.functional.spectra import (
     TAU,
     effective_lr_factors,
-    frobenius_decay_gradients,
+    frobenius_decay_products,
     weight_lr_factors,
 )
 from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
@@ -116,23 +116,21 @@ def decaying(
 
     @torch.no_grad()
     def act(*_: Any) -> None:
-        added: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # to gradients, by factor: all at once on a GPU
         for name, layer in named:
             if (decay := coefficients[name]) == 0.0:
                 continue
-            penalties = frobenius_decay_gradients(layer.u, layer.omega if layer.multiplies else None, layer.v)
-            for factor, penalty in zip((layer.u, layer.v), penalties, strict=True):
+            steps: Factors = []  # of both factors, which are read before either moves
+            products = frobenius_decay_products(layer.u, layer.omega if layer.multiplies else None, layer.v)
+            for factor, product in zip((layer.u, layer.v), products, strict=True):
                 group = group_of.get(id(factor))
                 if factor.grad is None or group is None:
                     continue
                 if decoupled:
-                    factor.sub_(penalty * (decay * group["lr"]))
+                    steps.append((factor, torch.mm(*product) * (decay * group["lr"])))
                 else:  # an optimizer that maximises reverses the sign of gradients
-                    gradients, own = added.setdefault(-decay if group.get("maximize") else decay, ([], []))
-                    gradients.append(factor.grad)
-                    own.append(penalty)
-        for alpha, (gradients, own) in added.items():
-            torch._foreach_add_(gradients, own, alpha=alpha)
+                    factor.grad.addmm_(*product, alpha=-decay if group.get("maximize") else decay)
+            for factor, step in steps:
+                factor.sub_(step)
 
     return act
 
@@ -167,8 +165,9 @@ class TermRates:
             looks = [own.any(1).tolist() for own in torch.split(flags, sizes, dim=1)]
         for layer, own, (is_too_fast, multiplies) in zip(self._layers, torch.split(factors, sizes), looks, strict=True):
             layer.multiplies = multiplies
-            if is_too_fast:
-                self._scaled += _of_both_vectors(layer, own)
+            if is_too_fast:  # on a GPU all gradients are scaled at once, by factors of their shapes
+                both = _of_both_vectors(layer, own)
+                self._scaled += both if own.is_cpu else [(p, factor.expand_as(p).clone()) for p, factor in both]
 
     def factors(self, omega: Tensor) -> Tensor:
         """The factor of each term that the layers hold, one layer after another, of all multipliers likewise."""
@@ -197,6 +196,6 @@ def _stepped(optimizer: Optimizer) -> set[int]:
 
 @torch.no_grad()
 def _scale_gradients(factors: Iterable[tuple[nn.Parameter, Tensor]], stepped: set[int]) -> None:
-    for parameter, own in factors:
-        if parameter.grad is not None and id(parameter) in stepped:
-            parameter.grad.mul_(own)
+    scaled = [(p.grad, own) for p, own in factors if p.grad is not None and id(p) in stepped]
+    if scaled:
+        torch._foreach_mul_(*map(list, zip(*scaled, strict=True)))

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from toy_models import LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.functional import spectra
 from lightning_spectral.functional.zampling import InfluenceMatrix, LayerRows
 from lightning_spectral.nn.layers.terms import SingularTerms
+from lightning_spectral.nn.optimizer_hooks import TermRates, decaying
 from lightning_spectral.nn.trace import as_input
 
 EXAMPLE = torch.zeros(2, 6)
@@ -74,6 +76,32 @@ def test_replaced_layers_stay_on_the_device(lit: LitSmall, device: Any) -> None:
             turn_upwards(layer)
     assert_same(there, here)
     assert_same_outputs(there, here, device)
+
+
+@pytest.mark.parametrize("few", [0, spectra.FEW])
+@pytest.mark.parametrize("multipliers", [[1.0, 1.0, 1.0], [1.0, 2.0, 40.0]], ids=["ones", "others"])
+def test_gradients_are_decayed_and_scaled_as_on_the_cpu(
+    multipliers: list[float], few: int, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the Gram matrices, or through the weight itself, where that starts fewer kernels."""
+    monkeypatch.setattr(spectra, "FEW", few)
+    changed = []
+    for where in ("cpu", device.torch):
+        draw = torch.Generator().manual_seed(0)
+        layer = ls.nn.SpectralShardedLinear(6, 8, num_terms=3, bias=False)
+        layer.load_terms(
+            torch.randn(8, 3, generator=draw), torch.randn(3, 6, generator=draw), torch.tensor(multipliers)
+        )
+        optimizer = torch.optim.SGD(layer.to(where).parameters(), lr=0.1)
+        rates = TermRates(layer, 10.0, 1.0)
+        rates.start_client()
+        layer.u.grad, layer.v.grad = torch.ones_like(layer.u), torch.ones_like(layer.v)
+        decaying({"": 0.5}, False, optimizer, layer)()
+        rates.acting(optimizer)()
+        assert layer.multiplies == (multipliers[-1] != 1.0)
+        changed.append((layer.u.grad.cpu(), layer.v.grad.cpu()))
+    torch.testing.assert_close(changed[1], changed[0])
+    assert min((gradient - 1).abs().min() for gradient in changed[0]) > 1e-3
 
 
 def test_a_spectral_start_is_that_of_the_cpu(lit: LitSmall) -> None:

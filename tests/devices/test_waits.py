@@ -145,11 +145,11 @@ def test_a_parameter_of_the_device_takes_other_memory_of_either_device() -> None
     assert (weight.device.type, weight.tolist()) == (pretend_device.NAME, first.tolist())
 
 
-MOST_KERNELS = {  # in a local step, and in a round of three clients outside of steps
-    ("MLP", "FedAvg"): (31, 68),
-    ("MLP", "sharding at 0.2"): (53, 214),
-    ("CNN", "FedAvg"): (33, 112),
-    ("CNN", "sharding at 0.2"): (61, 267),
+MOST_KERNELS = {  # in a local step after a client's first, and in a round of three clients outside of steps
+    ("MLP", "FedAvg"): (29, 68),
+    ("MLP", "sharding at 0.2"): (42, 226),
+    ("CNN", "FedAvg"): (30, 112),
+    ("CNN", "sharding at 0.2"): (46, 285),
 }
 
 
@@ -158,7 +158,7 @@ MOST_KERNELS = {  # in a local step, and in a round of three clients outside of 
 def test_rounds_start_no_more_kernels_than_they_did(case: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     kernels = importlib.import_module("kernels")
-    step, outside = kernels.counted(case[0], kernels.ALGORITHMS[case[1]], num_clients=3)
+    _, step, outside = kernels.counted(case[0], kernels.ALGORITHMS[case[1]], num_clients=3)
     most_in_step, most_outside = MOST_KERNELS[case]
     assert 0.9 * most_in_step < sum(step.values()) <= most_in_step  # fewer is a reason to lower the bound
     assert 0.9 * most_outside < outside <= most_outside

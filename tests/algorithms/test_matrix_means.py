@@ -1,6 +1,7 @@
 """Averages of whole matrices, FedHM's and those within reach, against a dense matrix for every client, in float64."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,6 +222,13 @@ def remaining(opened: Any, name: str, ratios: list[float]) -> Tensor:
     return sum((c + 1) / total * plan.inclusion_probs * plan.multipliers for c, plan in enumerate(plans))
 
 
+def reached(change: Tensor, before: Tensor, shares: Tensor) -> Tensor:
+    """A change in all pairs of the weight's left and right vectors, each times the larger share."""
+    u, s, vh = torch.linalg.svd(before)
+    of_u, of_v = (torch.cat([shares, shares.new_zeros(len(basis) - len(s))]) for basis in (u, vh))
+    return u @ (torch.maximum(of_u[:, None], of_v) * (u.mT @ change @ vh.mT)) @ vh
+
+
 @pytest.mark.parametrize("left_out", [(), (1, 3)], ids=["all report", "the larger ones do not"])
 @pytest.mark.parametrize("ratios", [[0.3, 0.3, 0.3, 0.3], [0.3, 0.6, 0.3, 0.6]], ids=repr)
 @pytest.mark.parametrize("strategy", [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective()], ids=repr)
@@ -236,12 +244,42 @@ def test_a_weight_gets_the_mean_change_and_loses_what_is_out_of_reach(
         u, s, vh = torch.linalg.svd(before[name], full_matrices=False)
         reach, heard = remaining(opened, name, ratios), [c for c in range(len(moved)) if c not in left_out]
         change = sum((c + 1) * moved[c][name] for c in heard) / sum(c + 1 for c in heard)
+        seen, shrinks = change, len(set(ratios)) > 1 and not isinstance(strategy, ls.Unbiased)
+        if shrinks:
+            seen = reached(change, before[name], (reach > 1 - 1e-9).double())
+            change = reached(change, before[name], reach)
+        weight = server.get_submodule(name).weight
+        torch.testing.assert_close(-weight.grad.flatten(1), seen, rtol=0, atol=1e-12)
         torch.testing.assert_close(matrix(server, name), u * (reach * s) @ vh + change, rtol=0, atol=1e-12)
+        assert shrinks != torch.allclose(seen, change, rtol=0, atol=1e-6)
         if isinstance(strategy, ls.TopN):
             torch.testing.assert_close(u * (reach * s) @ vh, mean([one[name] for one in sent]), rtol=0, atol=1e-12)
             assert 0 < reach.sum() < len(s)
         if isinstance(strategy, ls.Unbiased):  # whose multipliers make up for those who lack a term
             torch.testing.assert_close(reach, torch.ones_like(reach), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("output_ratio", [0.25, 0.5])  # fewer rows than larger clients have terms, and more
+def test_rows_that_nobody_computes_stay_where_terms_shrink(output_ratio: float) -> None:
+    """And a server optimizer is given what all clients hold, among the rows that they compute."""
+    server, ratios = net().double(), [0.3, 0.6, 0.3, 0.6]
+    half = ls.SpectralSharding(ls.TopN(), ratios, output_ratio=output_ratio).bind(server)
+    half.initialize(Workers())
+    before = {name: matrix(server, name).clone() for name in SHARDED}
+    _, moved, sent = play(half, server, ratios)
+    for name in SHARDED:
+        held = len(moved[0][name])
+        assert torch.equal(matrix(server, name)[held:], before[name][held:])
+        u, vh = (torch.linalg.svd(before[name], full_matrices=False)[part] for part in (0, 2))
+        common = math.ceil(0.3 * len(vh))
+        left, right = torch.linalg.qr(u[:held, :common]).Q, vh[:common].mT
+        change = mean([one[name] for one in moved])
+        beyond = change - left @ (left.mT @ change)
+        beyond -= beyond @ right @ right.mT
+        seen = -server.get_submodule(name).weight.grad.flatten(1)[:held]
+        torch.testing.assert_close(seen, change - beyond, rtol=0, atol=1e-12)
+        rest = matrix(server, name)[:held] - mean([one[name] for one in sent]) - seen
+        assert (float(rest.norm()) > 1e-3) == (held > common)
 
 
 def test_where_all_clients_hold_the_same_terms_it_is_the_mean_of_matrices() -> None:
@@ -302,7 +340,9 @@ def test_terms_that_nobody_could_hold_are_not_computed(
         for name in opened.term_draws:
             change = sum((c + 1) * one[name] for c, one in enumerate(moved)) / sum(range(len(ratios) + 1))
             u, s, vh = torch.linalg.svd(before[name].double(), full_matrices=False)
-            kept = u * (remaining(opened, name, ratios) * s) @ vh
+            kept = u * ((reach := remaining(opened, name, ratios)) * s) @ vh
+            if len(set(ratios)) > 1:
+                change = reached(change.double(), before[name].double(), reach)
             torch.testing.assert_close(matrix(server, name).double(), kept + change, rtol=0, atol=1e-6)
     (whole_round, figures), (first_round, others) = seen
     for c in range(len(ratios)):

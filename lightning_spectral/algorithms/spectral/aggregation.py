@@ -231,7 +231,7 @@ class MatrixMeans(TermAggregation):
 
 
 class MeanWithinReach(MeanOfMatrices):
-    r"""What remains of each term, plus the mean change of the clients' matrices.
+    r"""What remains of each term, plus the mean change of the clients' matrices as far as it remains.
 
     With :math:`w_c` the weights of clients, which sum to 1, :math:`\pi` and :math:`\omega` the inclusion probabilities
     and multipliers of a round, :math:`W_c` the matrix that client c was sent, and :math:`W_c'` what it sent back,
@@ -242,7 +242,9 @@ class MeanWithinReach(MeanOfMatrices):
 
     if clients have several keep ratios; with one, :math:`\rho_i` is 1 for every term that a client could hold. So terms
     that no client could hold are lost, and those that only larger clients could hold shrink in each round: otherwise
-    they would pull the weight to these clients' examples. Where nothing is drawn, this is the mean of all matrices.
+    they would pull the weight to these clients' examples. Where there are such, what is learned of them shrinks too: of
+    the mean change from the right vector of term j to the left one of i, :math:`\max(\rho_i, \rho_j)` remains. Server
+    optimizers are given what remains whole: the rest is learned again in each round, and would fill their momentum.
 
     Args:
         u: Left vectors before training, of all terms or of the first ones, up to the last that some client could hold.
@@ -258,6 +260,7 @@ class MeanWithinReach(MeanOfMatrices):
     ) -> None:
         super().__init__(u, v, cohort, held_rows)
         self._reach, self._before_training = reach, matrix
+        self._shrinks = bool(((reach != 0.0) & (reach != 1.0)).any())
 
     @property
     def visited(self) -> Tensor:
@@ -268,11 +271,22 @@ class MeanWithinReach(MeanOfMatrices):
     def truncates(self) -> bool:
         return bool((self._reach != 1.0).any())
 
+    def weight_change(self) -> Tensor:
+        return self._remaining((self._reach >= 1.0).double())
+
+    def _remaining(self, shares: Tensor) -> Tensor:
+        """The mean change; where terms shrink, times the larger of the shares of a left and of a right vector."""
+        if not self._shrinks:
+            return super().weight_change()
+        change = self.running.change("matrix")
+        u, v = (torch.linalg.qr(vectors.double()).Q for vectors in (self.u[: self.held_rows], self.v.mT))
+        of_u, of_v = (shares[: basis.shape[1]].to(u) for basis in (u, v))
+        twice = u @ (u.mT @ change @ v * torch.minimum(of_u[:, None], of_v)) @ v.mT
+        return with_absent_rows((u * of_u) @ (u.mT @ change) + (change @ v * of_v) @ v.mT - twice, len(self.u))
+
     def truncation(self) -> Tensor:
-        among, exact = torch.nonzero(self._reach).flatten(), self._exact_type
-        kept, shares = among.to(self.v.device), self._reach[among]
+        kept, exact = torch.nonzero(self._reach).flatten().to(self.v.device), self._exact_type
         u, v = self.u[: self.held_rows, kept].to(exact), self.v[kept].to(exact)
-        if bool((shares != 1.0).any()):
-            u = u * shares.to(u)
-        lost = torch.addmm(self._before_training[: self.held_rows].to(exact), u, v, alpha=-1)
-        return with_absent_rows(lost, len(self.u))
+        lost = torch.addmm(self._before_training[: self.held_rows].to(exact), u * self._reach.to(u)[kept], v, alpha=-1)
+        learned = self.weight_change() - self._remaining(self._reach) if self._shrinks else 0.0
+        return with_absent_rows(lost, len(self.u)) + learned

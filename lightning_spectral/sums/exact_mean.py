@@ -40,15 +40,14 @@ def largest_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, float]:
         return magnitudes
     if devices == {torch.device("cpu")}:
         # several times as fast on a CPU as the infinity norm of `torch._foreach_norm`, which is not vectorised there
-        ends = [end for tensor in values for end in torch.aminmax(tensor)]
-        exact = [end if end.is_floating_point() else end.double() for end in ends]
-        found = torch.stack(exact).view(-1, 2).abs().amax(1)
+        ends = ((low.item(), high.item()) for low, high in map(torch.aminmax, values))
+        found = [float(max(abs(low), abs(high))) for low, high in ends]
     else:  # a GPU reads all tensors of a type in one operation
         values = [tensor if tensor.is_floating_point() else tensor.double() for tensor in values]
         kinds = {tensor.dtype for tensor in values}
         norms = {kind: iter(torch._foreach_norm([t for t in values if t.dtype is kind], math.inf)) for kind in kinds}
-        found = torch.stack([next(norms[tensor.dtype]) for tensor in values])
-    return magnitudes | dict(zip(filled, found.tolist(), strict=True))
+        found = torch.stack([next(norms[tensor.dtype]) for tensor in values]).tolist()
+    return magnitudes | dict(zip(filled, found, strict=True))
 
 
 def can_be_summed(magnitude: float) -> bool:

@@ -407,9 +407,7 @@ class Device:
                 self.forms.give_back()
         finally:
             self.forms.give_back()  # Ctrl-C may have kept the first from beginning
-        upload = replace(
-            upload, client_state=state, seconds={stage: clock.seconds[stage] for stage in ("load", "train")}
-        )
+        upload = replace(upload, client_state=state, seconds={s: clock.seconds[s] for s in ("load", "train")})
         return upload.without_figures() if self.instructions.says_nothing else upload
 
     def _answer(self, download: Download, clock: StageClock) -> tuple[Upload, Tensors]:
@@ -532,11 +530,10 @@ class Device:
         self._recorder.start_client()
         phases = self.instructions.phases(self.module, download)
         rewind: list[Callable[[], object]] = []
-        needed: list[nn.Parameter] = []
         if len(phases) > 1:
             kept = KeptState(self.module)
             rewind = [kept.restore, partial(self._seed, download, kept), *(one.as_now() for one in local_optimizers)]
-            needed = [p for p in self.module.parameters() if p.requires_grad]
+        needed = [p for p in self.module.parameters() if p.requires_grad] if rewind else []
         first_epoch = 0
         for number, actions in enumerate(phases):
             for act in rewind if number > 0 else ():

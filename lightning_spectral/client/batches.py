@@ -190,7 +190,7 @@ class ClientData:
         order = self.indices[torch.randperm(len(self.indices), generator=generator)]
         index_batches = torch.split(order[: self.num_examples], self.batch_size)
         batches = self.source.batches(index_batches, self.seed, ids)
-        return zip(batches, map(len, index_batches), strict=True)
+        return zip(batches, map(torch.numel, index_batches), strict=True)
 
 
 def examples_per_epoch(num_examples: int, batch_size: int, drop_last: bool) -> int:

@@ -402,17 +402,16 @@ class Device:
         try:
             try:
                 with self.settings.alone():
-                    upload = self._answer(download, clock)
+                    upload, state = self._answer(download, clock)
             finally:
                 self.forms.give_back()
         finally:
             self.forms.give_back()  # Ctrl-C may have kept the first from beginning
-        if self.instructions.says_nothing:
-            return upload.without_figures()
-        return replace(upload, seconds={stage: clock.seconds[stage] for stage in ("load", "train")})
+        upload = replace(upload, client_state=state, seconds={s: clock.seconds[s] for s in ("load", "train")})
+        return upload.without_figures() if self.instructions.says_nothing else upload
 
-    def _answer(self, download: Download, clock: StageClock) -> Upload:
-        """What leaves the device once the client has trained, or failed, with what the device keeps."""
+    def _answer(self, download: Download, clock: StageClock) -> tuple[Upload, Tensors]:
+        """What leaves the device once the client has trained, or failed, and what the device keeps."""
         try:
             download, upload = self._turn(download, clock)
         except _Failed as failed:
@@ -422,10 +421,10 @@ class Device:
             with measuring, _during("collecting", passing=(DeviceError, RecordError)):
                 left, state = self.instructions.leave(self.module, download, upload, self.parties)
         except _Failed as failed:
-            return Upload(download.unit, {}, left_out="error", failure=failed.failure)
-        if not all(map(math.isfinite, largest_magnitudes(state).values())):
-            return Upload(download.unit, {}, loss=left.loss, left_out="not_finite")  # the last state is kept
-        return replace(left, client_state=state)
+            return Upload(download.unit, {}, left_out="error", failure=failed.failure), {}
+        if state and not all(map(math.isfinite, largest_magnitudes(state).values())):
+            return Upload(download.unit, {}, loss=left.loss, left_out="not_finite"), {}  # the last state is kept
+        return left, state
 
     def _turn(self, download: Download, clock: StageClock) -> tuple[Download, Upload]:
         """What the client was sent, with what the device has of it, and what it sends back before filters act."""
@@ -450,13 +449,14 @@ class Device:
             if self._train is None:  # only now the module has the hooks of a client
                 self._train = self.local_trainer(module, self.optimizers, self.settings)
             stand_ins = self._local_optimizers[download.capacity][1]
-            own, watched = dict(module.named_parameters()), dict[str, nn.Parameter]()
+            watched: dict[str, nn.Parameter] = {}
             for name, stand_in in stand_ins.items() if is_watched else ():
-                if stand_in.layer and own[name].requires_grad:
-                    watched.setdefault(stand_in.layer, own[name])
+                if stand_in.layer and (parameter := module.get_parameter(name)).requires_grad:
+                    watched.setdefault(stand_in.layer, parameter)
             result, unreached, num_steps = LocalResult(0, math.nan), list(watched), 0
             for phase in chain([task], phases if trains else ()):
-                with watching({name: watched[name] for name in unreached}) as left, ExitStack() as blocks:
+                with ExitStack() as blocks:
+                    left = watching({name: watched[name] for name in unreached}, blocks)
                     for hook in hooks if trains else ():
                         blocks.enter_context(hook.while_training(module, data))
                     result = self._train(phase)
@@ -468,7 +468,8 @@ class Device:
             for optimizer in self.optimizers:
                 check_still_own(optimizer, module)
         if num_steps == 0 and trains:
-            if not any(bool((own[name] != tensor).any()) for name, tensor in download.tensors.items() if name in own):
+            own = module.named_parameters()
+            if not any(bool((p != download.tensors[name]).any()) for name, p in own if name in download.tensors):
                 return download, Upload(download.unit, {}, loss=result.loss, left_out="no_update")
             num_steps = download.steps_in(data.num_batches)  # optimizers that step by other methods, as SAM does
         put_back = changed()  # before the algorithm clears away what it has set
@@ -528,11 +529,11 @@ class Device:
             local.start_client(options)
         self._recorder.start_client()
         phases = self.instructions.phases(self.module, download)
-        rewind, needed = list[Callable[[], object]](), list[nn.Parameter]()
+        rewind: list[Callable[[], object]] = []
         if len(phases) > 1:
             kept = KeptState(self.module)
             rewind = [kept.restore, partial(self._seed, download, kept), *(one.as_now() for one in local_optimizers)]
-            needed = [p for p in self.module.parameters() if p.requires_grad]
+        needed = [p for p in self.module.parameters() if p.requires_grad] if rewind else []
         first_epoch = 0
         for number, actions in enumerate(phases):
             for act in rewind if number > 0 else ():
@@ -585,15 +586,13 @@ def _during(
         raise _Failed(Failure(stage, message, error, remedy)) from error
 
 
-@contextmanager
-def watching(parameters: Mapping[str, nn.Parameter]) -> Iterator[Collection[str]]:
-    """Watch which parameters, each by its layer's name, get a gradient within the block; yields the names without."""
+def watching(parameters: Mapping[str, nn.Parameter], blocks: ExitStack) -> Collection[str]:
+    """Watch which parameters, each by its layer's name, get a gradient until the blocks end; the names without."""
     unreached = dict.fromkeys(parameters)
-    with ExitStack() as hooks:
-        for name, parameter in parameters.items():
-            handle = parameter.register_post_accumulate_grad_hook(lambda _, name=name: unreached.pop(name, None))  # type: ignore[no-untyped-call]
-            hooks.enter_context(handle)
-        yield unreached.keys()
+    for name, parameter in parameters.items():
+        handle = parameter.register_post_accumulate_grad_hook(lambda _, name=name: unreached.pop(name, None))  # type: ignore[no-untyped-call]
+        blocks.enter_context(handle)
+    return unreached.keys()
 
 
 def check_not_reached(replaced: Mapping[str, Tensor]) -> None:

@@ -465,16 +465,13 @@ class LocalLoop:
             result = optimizer.step(evaluated, **options)
         else:
             result = evaluated()
-            self._take(optimizer, **options)
+            if self.scaler is None or not _has_gradients(optimizer):
+                optimizer.step(**options)
+            else:
+                self.scaler.step(optimizer, **options)  # skipped if a gradient overflowed
+                self.scaler.update()
         self.recorder.num_steps += 1
         return result
-
-    def _take(self, optimizer: Optimizer, **options: Any) -> None:
-        if self.scaler is None or not _has_gradients(optimizer):
-            optimizer.step(**options)
-        else:
-            self.scaler.step(optimizer, **options)  # skipped if a gradient overflowed
-            self.scaler.update()
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The user's optimizers, as ``LightningModule.optimizers`` returns them."""
@@ -539,7 +536,7 @@ def mean_per_example(losses: Sequence[tuple[Tensor, int]]) -> float:
     """Mean of the steps' losses, weighted by their numbers of examples; all losses are read from the device at once."""
     if not losses:
         return math.nan
-    values: list[float] = torch.cat([loss.reshape(1) for loss, _ in losses]).tolist()
+    values: list[float] = torch.stack([loss if loss.ndim == 0 else loss.reshape(()) for loss, _ in losses]).tolist()
     return sum(value * size for value, (_, size) in zip(values, losses, strict=True)) / sum(size for _, size in losses)
 
 

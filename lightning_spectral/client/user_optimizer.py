@@ -336,7 +336,7 @@ def check_still_own(optimizer: Optimizer, module: nn.Module) -> None:
 
 def foreign_parameters(optimizer: Optimizer, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The trainable parameters of an optimizer that are not a module's, each with its place in the optimizer."""
-    own = {id(parameter) for parameter in module.parameters()}
+    own = {id(parameter) for part in module.modules() for parameter in part._parameters.values()}
     return [(place, p) for place, p in placed(optimizer) if p.requires_grad and id(p) not in own]
 
 

@@ -80,6 +80,8 @@ class FrozenBase(ServerEnd):
 
     def send(self, download: Download) -> Download:
         """Say in a download which of its tensors are frozen, and which of these its client already has."""
+        if not self.digests:
+            return download
         frozen = {name: value for name, value in self.digests.items() if name in download.tensors}
         return replace(download, frozen=frozen, held=self.held_by(download.unit).intersection(download.tensors))
 

@@ -141,7 +141,8 @@ class Partition:
     def __getitem__(self, client_id: int) -> Tensor:
         if not 0 <= client_id < self.num_clients:
             raise IndexError(f"`client_id` must be in [0, num_clients={self.num_clients}), got {client_id}.")
-        return self.indices[int(self.offsets[client_id]) : int(self.offsets[client_id + 1])]
+        start, end = self.offsets[client_id : client_id + 2].tolist()
+        return self.indices[start:end]
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[client_id] for client_id in range(self.num_clients))

@@ -78,8 +78,9 @@ class Federation(Shared):
 
     def call(self, hook: str, module: pl.LightningModule, *args: Any) -> None:
         """Call a hook of all round callbacks."""
+        trainer = self.runtime.trainer
         for callback in self.runtime.round_callbacks():
-            getattr(callback, hook)(self.runtime.trainer, module, *args)
+            getattr(callback, hook)(trainer, module, *args)
 
     def finish_round(self) -> None:
         """Close the round, step the servers on their pseudo-gradients, step the schedules and log the round."""

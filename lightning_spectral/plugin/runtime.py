@@ -46,9 +46,8 @@ class Runtime:
 
     def round_callbacks(self) -> list[RoundCallback]:
         """The round callbacks in the Trainer's order, between those that must come first and `Aggregation`."""
-        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        first = BatchNormEstimation | RoundHistory | SubmodelSampling  # so that others find the round in the history
-        ours = [each for each in callbacks if isinstance(each, RoundCallback)]
+        first = BatchNormEstimation, RoundHistory, SubmodelSampling  # so that others find the round in the history
+        ours = [each for each in self.trainer.callbacks if isinstance(each, RoundCallback)]  # type: ignore[attr-defined]
         return sorted(ours, key=lambda each: isinstance(each, Aggregation) - isinstance(each, first))
 
     def begin(self) -> None:

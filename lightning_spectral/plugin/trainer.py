@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, ClassVar, NoReturn
 
 import lightning.pytorch as pl
@@ -145,12 +146,17 @@ class ClientTrainer(Lookalike):
     def __init__(
         self, of: Any, module: Any, optimizers: Sequence[Any], recorder: Recorder, is_private: bool = False
     ) -> None:
-        strategy = SingleDeviceStrategy(of.strategy.root_device, precision_plugin=of.precision_plugin)
-        strategy.connect(module)
-        strategy.optimizers = list(optimizers)
         single = {"world_size": 1, "num_devices": 1, "num_nodes": 1, "global_rank": 0, "local_rank": 0, "node_rank": 0}
-        super().__init__(of, strategy=strategy, model=module, lightning_module=module, is_global_zero=True, **single)
-        vars(self).update(optimizers=strategy.optimizers, recorder=recorder, is_private=is_private)
+        super().__init__(of, model=module, lightning_module=module, is_global_zero=True, **single)
+        vars(self).update(optimizers=list(optimizers), recorder=recorder, is_private=is_private)
+
+    @cached_property
+    def strategy(self) -> SingleDeviceStrategy:
+        """One process on one device; made when it is asked for, since few modules do and it is another in each turn."""
+        strategy = SingleDeviceStrategy(self.of.strategy.root_device, precision_plugin=self.of.precision_plugin)
+        strategy.connect(self.lightning_module)
+        strategy.optimizers = self.optimizers
+        return strategy
 
     def __getattr__(self, name: str) -> Any:
         return self.OF_THE_CLIENT[name](self) if name in self.OF_THE_CLIENT else super().__getattr__(name)

@@ -30,8 +30,8 @@ def derived_seed(seed: int, purpose: str, *ids: int | str) -> int:
         >>> derived_seed(0, "terms", 1, 23) == derived_seed(0, "terms", 12, 3)
         False
     """
-    encoded = b"".join(_encode(part) for part in (seed, purpose, *ids))
-    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big") >> 1
+    encoded = "".join(map(_encode, (seed, purpose, *ids)))
+    return int.from_bytes(hashlib.blake2b(encoded.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def derived_generator(seed: int, purpose: str, *ids: int | str, device: torch.device | str = "cpu") -> torch.Generator:
@@ -139,11 +139,10 @@ def isolated_rng(seed: int, devices: Sequence[torch.device] = ()) -> Iterator[No
         generators.restore()
 
 
-def _encode(part: int | str) -> bytes:
-    """Type, length, content: no two different tuples share an encoding."""
+def _encode(part: int | str) -> str:
+    """Type, length in bytes, content: no two different tuples share an encoding."""
     kind, text = ("s", part) if isinstance(part, str) else ("i", str(operator.index(part)))
-    content = text.encode()
-    return f"{kind}{len(content)}:".encode() + content
+    return f"{kind}{len(text.encode())}:{text}"
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -74,8 +75,8 @@ def test_a_failure_held_back_keeps_its_cause(lit: Any, data: Any) -> None:
 
 def test_a_watch_leaves_no_hook_behind() -> None:
     layer = nn.Linear(2, 1)
-    with watching({"layer": layer.weight}) as unreached:
-        pass  # no step was taken
+    with ExitStack() as blocks:
+        unreached = watching({"layer": layer.weight}, blocks)  # no step was taken
     layer(torch.ones(1, 2)).sum().backward()
     assert [*unreached] == ["layer"]
 

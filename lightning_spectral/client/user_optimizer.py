@@ -106,7 +106,7 @@ class LocalOptimizer:
             group.update(own)
         made: dict[Any, tuple[dict[str, nn.Parameter], dict[str, Any]]] = {}
         for one, groups in self._groups:
-            before, one.param_groups[:] = list(one.param_groups), []
+            before, own_groups = list(one.param_groups), dict[int, dict[str, Any]]()
             for part in groups:
                 whole = before[part.index]
                 kept = {name: value for name, value in whole.items() if name not in NO_OPTIONS}
@@ -114,11 +114,9 @@ class LocalOptimizer:
                 # a dictionary that two optimizers share stays shared
                 named, group = made.setdefault((id(whole), *differing.items()), ({}, {**kept, **differing}))
                 named |= part.named
-                group["params"] = list(named.values())
-                if "param_names" in whole:
-                    group["param_names"] = list(named)
-                if not any(group is other for other in one.param_groups):
-                    one.param_groups.append(group)
+                group |= {"params": [*named.values()], **({"param_names": [*named]} if "param_names" in whole else {})}
+                own_groups[id(group)] = group
+            one.param_groups[:] = own_groups.values()
         for parameter, state in self._initial_state.items():
             tensors = {id(tensor): tensor.clone() for tensor in _tensors_in(state)}
             self.optimizer.state[parameter] = copy.deepcopy(state, tensors)

@@ -366,12 +366,6 @@ def weight_lr_factors(squared_lengths: Tensor, multipliers: Tensor, bound: float
     return (bound / root / root).clamp(max=1.0)
 
 
-def squared_frobenius_norm(u: Tensor, multipliers: Tensor, v: Tensor) -> Tensor:
-    r"""Squared Frobenius norm of :math:`U \Omega V` from two n x n Gram matrices."""
-    scaled = u * multipliers
-    return ((scaled.T @ scaled) * (v @ v.T)).sum()
-
-
 def frobenius_decay_products(
     u: Tensor, multipliers: Tensor | None, v: Tensor
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

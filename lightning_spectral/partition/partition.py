@@ -141,8 +141,7 @@ class Partition:
     def __getitem__(self, client_id: int) -> Tensor:
         if not 0 <= client_id < self.num_clients:
             raise IndexError(f"`client_id` must be in [0, num_clients={self.num_clients}), got {client_id}.")
-        start, end = self.offsets[client_id : client_id + 2].tolist()
-        return self.indices[start:end]
+        return self.indices[slice(*self.offsets[client_id : client_id + 2].tolist())]
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[client_id] for client_id in range(self.num_clients))

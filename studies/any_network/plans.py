@@ -31,7 +31,11 @@ WITH_ESTIMATES = tuple(setup for setup in SETUPS if setup.startswith(ESTIMATED))
 TWO_CAPACITIES = ("HeteroFL", "FedRolex", "FedHM", "sharding")
 MATRIX_MEANS = ("FedHM, Tucker factors", "FedHM, spectral start")  # FedHM with one part changed
 IN_TIED_CASE = (*ALL_CLIENTS, *WITH_ESTIMATES, *TWO_CAPACITIES, *MATRIX_MEANS)
-WITHDRAWN = ("within reach, sharding", "small steps, sharding", "small steps, Tucker factors")  # at db2d3938 and before
+ON_ALL = "momentum on all terms: "  # a setup at 560c9efc and before
+WITHDRAWN = (
+    *("within reach, sharding", "small steps, sharding", "small steps, Tucker factors"),  # at db2d3938 and before
+    *(f"{ON_ALL}{setup}" for setup in ("sharding", "FedHM, spectral start", f"{FEW_LABELS}sharding")),
+)
 HOOKED = tuple(f"{FEW_LABELS}{setup}" for setup in ("FedHM", NARROW, "FedAvg", "sharding"))
 BOTH = ("averaging", "momentum")  # steps of the server
 PUBLISHED = ("Collective, published", "TopN, published")

@@ -372,7 +372,7 @@ def test_fedlrts_correction_makes_the_first_step_that_of_the_cohort(study):
 
 @pytest.mark.filterwarnings("ignore:Clients that can hold 0.1 of the model have other labels")
 def test_more_terms_for_some_cost_little(study: Any) -> None:
-    """Where larger clients have other labels: at most four points over two seeds; as means of terms, more than ten."""
+    """Where larger clients have other labels: two or three points over two seeds; as means of terms, more than ten."""
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
     contenders, train = study.mixed_digits.CONTENDERS, study.mixed_digits.train
 
@@ -380,5 +380,6 @@ def test_more_terms_for_some_cost_little(study: Any) -> None:
         return sum(train(contenders[name], 0.1, seed, tied=True, hooked=False)[0] for seed in (1, 2)) / 2
 
     small = mean_of("terms, all 0.1")
-    assert mean_of("terms, mixed") > small - 4
+    assert mean_of("terms, mixed, TopN") > small - 2  # 0.9; were all that they learn in the momentum, 3.3
+    assert mean_of("terms, mixed") > small - 3
     assert mean_of("terms, mixed, means of terms") < small - 10

@@ -379,8 +379,7 @@ def frobenius_decay_products(
         Khodak et al. (2021); Korzhenkov & Louizos (2024), section 3.3. The half is the convention of the published code
         of Niu et al. (2022) and of PyTorch's ``weight_decay``; the text of the 2024 paper omits it.
     """
-    left = u if multipliers is None else u * multipliers
-    right = v if multipliers is None else multipliers[:, None] * v
+    left, right = (u, v) if multipliers is None else (u * multipliers, multipliers[:, None] * v)
     if not u.is_cpu and left.numel() * v.shape[1] <= FEW:
         matrix = left @ v
         return (matrix, right.T), (left.T, matrix)

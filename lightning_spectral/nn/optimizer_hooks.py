@@ -122,8 +122,7 @@ def decaying(
             steps: Factors = []  # of both factors, which are read before either moves
             products = frobenius_decay_products(layer.u, layer.omega if layer.multiplies else None, layer.v)
             for factor, product in zip((layer.u, layer.v), products, strict=True):
-                group = group_of.get(id(factor))
-                if factor.grad is None or group is None:
+                if factor.grad is None or (group := group_of.get(id(factor))) is None:
                     continue
                 if decoupled:
                     steps.append((factor, torch.mm(*product) * (decay * group["lr"])))

@@ -271,6 +271,10 @@ class MeanWithinReach(MeanOfMatrices):
     def truncates(self) -> bool:
         return bool((self._reach != 1.0).any())
 
+    @cached_property
+    def _bases(self) -> list[Tensor]:  # of the left and of the right vectors
+        return [torch.linalg.qr(vectors.double()).Q for vectors in (self.u[: self.held_rows], self.v.mT)]
+
     def weight_change(self) -> Tensor:
         return self._remaining((self._reach >= 1.0).double())
 
@@ -278,8 +282,7 @@ class MeanWithinReach(MeanOfMatrices):
         """The mean change; where terms shrink, times the larger of the shares of a left and of a right vector."""
         if not self._shrinks:
             return super().weight_change()
-        change = self.running.change("matrix")
-        u, v = (torch.linalg.qr(vectors.double()).Q for vectors in (self.u[: self.held_rows], self.v.mT))
+        (u, v), change = self._bases, self.running.change("matrix")
         of_u, of_v = (shares[: basis.shape[1]].to(u) for basis in (u, v))
         twice = u @ (u.mT @ change @ v * torch.minimum(of_u[:, None], of_v)) @ v.mT
         return with_absent_rows((u * of_u) @ (u.mT @ change) + (change @ v * of_v) @ v.mT - twice, len(self.u))

@@ -407,7 +407,7 @@ class Device:
                 self.forms.give_back()
         finally:
             self.forms.give_back()  # Ctrl-C may have kept the first from beginning
-        upload = replace(upload, client_state=state, seconds={s: clock.seconds[s] for s in ("load", "train")})
+        upload = replace(upload, client_state=state, seconds={key: clock.seconds[key] for key in ("load", "train")})
         return upload.without_figures() if self.instructions.says_nothing else upload
 
     def _answer(self, download: Download, clock: StageClock) -> tuple[Upload, Tensors]:

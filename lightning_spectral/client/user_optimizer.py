@@ -25,7 +25,7 @@ class StandIn:
 
     Attributes:
         origin: The server's parameter in whose place the user's optimizer steps it; empty if none does.
-        options: Given the options of its group, those with which it is stepped instead.
+        options: Given the options of its group, those with which it is stepped instead; one function makes one group.
         layer: The layer that a client trains if this parameter gets a gradient; empty for none.
     """
 
@@ -40,7 +40,7 @@ class Group:
 
     Attributes:
         index: Index of the user's group.
-        named: The parameters by name; differing options follow from the first.
+        named: The parameters by name.
         options: Given the options of the user's group, those that differ.
     """
 

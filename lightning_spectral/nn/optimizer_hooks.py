@@ -119,17 +119,18 @@ def decaying(
         for name, layer in named:
             if (decay := coefficients[name]) == 0.0:
                 continue
-            steps: Factors = []  # of both factors, which are read before either moves
+            moves: Factors = []  # of both factors, which are read before either moves
             products = frobenius_decay_products(layer.u, layer.omega if layer.multiplies else None, layer.v)
             for factor, product in zip((layer.u, layer.v), products, strict=True):
                 if factor.grad is None or (group := group_of.get(id(factor))) is None:
                     continue
                 if decoupled:
-                    steps.append((factor, torch.mm(*product) * (decay * group["lr"])))
+                    moves.append((factor, torch.mm(*product) * (decay * group["lr"])))
                 else:  # an optimizer that maximises reverses the sign of gradients
-                    factor.grad.addmm_(*product, alpha=-decay if group.get("maximize") else decay)
-            for factor, step in steps:
-                factor.sub_(step)
+                    exact = (matrix.to(factor.grad) for matrix in product)  # of a step within autocast, too
+                    factor.grad.addmm_(*exact, alpha=-decay if group.get("maximize") else decay)
+            for factor, move in moves:
+                factor.sub_(move)
 
     return act
 

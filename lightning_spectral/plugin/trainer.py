@@ -152,7 +152,7 @@ class ClientTrainer(Lookalike):
 
     @cached_property
     def strategy(self) -> SingleDeviceStrategy:
-        """One process on one device; made when it is asked for, since few modules do and it is another in each turn."""
+        """One process on one device; made on first use: few modules ask for it, and each turn has its own."""
         strategy = SingleDeviceStrategy(self.of.strategy.root_device, precision_plugin=self.of.precision_plugin)
         strategy.connect(self.lightning_module)
         strategy.optimizers = self.optimizers

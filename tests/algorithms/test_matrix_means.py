@@ -222,6 +222,12 @@ def remaining(opened: Any, name: str, ratios: list[float]) -> Tensor:
     return sum((c + 1) / total * plan.inclusion_probs * plan.multipliers for c, plan in enumerate(plans))
 
 
+def shares_of(opened: Any, name: str, ratios: list[float]) -> Tensor:
+    """What remains of what is learned of each term: all of those that every client could hold."""
+    held = [opened.layers[name].draws.groups[ratio].inclusion_probs > 0 for ratio in ratios]
+    return torch.where(sum(own.double() for own in held) == len(held), 1.0, remaining(opened, name, ratios))
+
+
 def reached(change: Tensor, before: Tensor, shares: Tensor) -> Tensor:
     """A change in all pairs of the weight's left and right vectors, each times the larger share."""
     u, s, vh = torch.linalg.svd(before)
@@ -244,10 +250,11 @@ def test_a_weight_gets_the_mean_change_and_loses_what_is_out_of_reach(
         u, s, vh = torch.linalg.svd(before[name], full_matrices=False)
         reach, heard = remaining(opened, name, ratios), [c for c in range(len(moved)) if c not in left_out]
         change = sum((c + 1) * moved[c][name] for c in heard) / sum(c + 1 for c in heard)
-        seen, shrinks = change, len(set(ratios)) > 1 and not isinstance(strategy, ls.Unbiased)
-        if shrinks:
-            seen = reached(change, before[name], (reach > 1 - 1e-9).double())
-            change = reached(change, before[name], reach)
+        seen, shares = change, shares_of(opened, name, ratios)
+        if shrinks := bool(((shares > 1e-9) & (shares < 1 - 1e-9)).any()):
+            seen = reached(change, before[name], (shares > 1 - 1e-9).double())
+            change = reached(change, before[name], shares)
+        assert shrinks == (len(set(ratios)) > 1 and isinstance(strategy, ls.TopN | ls.Collective))
         weight = server.get_submodule(name).weight
         torch.testing.assert_close(-weight.grad.flatten(1), seen, rtol=0, atol=1e-12)
         torch.testing.assert_close(matrix(server, name), u * (reach * s) @ vh + change, rtol=0, atol=1e-12)
@@ -340,9 +347,10 @@ def test_terms_that_nobody_could_hold_are_not_computed(
         for name in opened.term_draws:
             change = sum((c + 1) * one[name] for c, one in enumerate(moved)) / sum(range(len(ratios) + 1))
             u, s, vh = torch.linalg.svd(before[name].double(), full_matrices=False)
-            kept = u * ((reach := remaining(opened, name, ratios)) * s) @ vh
-            if len(set(ratios)) > 1:
-                change = reached(change.double(), before[name].double(), reach)
+            kept = u * (remaining(opened, name, ratios) * s) @ vh
+            shares = shares_of(opened, name, ratios)
+            if ((shares > 1e-9) & (shares < 1 - 1e-9)).any():
+                change = reached(change.double(), before[name].double(), shares)
             torch.testing.assert_close(matrix(server, name).double(), kept + change, rtol=0, atol=1e-6)
     (whole_round, figures), (first_round, others) = seen
     for c in range(len(ratios)):

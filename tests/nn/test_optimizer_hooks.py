@@ -87,6 +87,20 @@ def test_decoupled_decay_steps_along_the_penalty_with_the_learning_rate() -> Non
     torch.testing.assert_close((layer.u.detach(), layer.v.detach()), (u, v))
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_a_step_within_autocast_decays(decoupled: bool) -> None:
+    """As a step does that a user takes in `training_step`."""
+    changed = []
+    for is_mixed in (False, True):
+        layer = layer_with_gradients([1.0, 1.0])
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        FrobeniusDecay({"": 0.5}, decoupled=decoupled).register(optimizer, layer)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed):
+            optimizer.step()
+        changed.append(layer.u.detach())
+    torch.testing.assert_close(changed[1], changed[0], rtol=torch.finfo(torch.bfloat16).eps, atol=0.01)
+
+
 def test_decay_acts_on_named_layers_only_and_leaves_frozen_ones() -> None:
     module = nn.Sequential(layer_with_gradients([1.0]), layer_with_gradients([1.0]), layer_with_gradients([1.0]))
     frozen = module[2]

@@ -3,6 +3,7 @@
 # Annotations are evaluated eagerly, as in `base.py`.
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lightning_spectral.algorithms.fed_avg import sum_of
 from lightning_spectral.algorithms.spectral.start import with_absent_rows
+from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.functional.spectra import weight_change
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.sums import MeanChange
@@ -233,63 +235,60 @@ class MatrixMeans(TermAggregation):
 class MeanWithinReach(MeanOfMatrices):
     r"""What remains of each term, plus the mean change of the clients' matrices as far as it remains.
 
-    With :math:`w_c` the weights of clients, which sum to 1, :math:`\pi` and :math:`\omega` the inclusion probabilities
-    and multipliers of a round, :math:`W_c` the matrix that client c was sent, and :math:`W_c'` what it sent back,
+    With :math:`w_c` the weights of clients, which sum to 1, and :math:`\pi` and :math:`\omega` the inclusion
+    probabilities and multipliers of a round,
 
-    .. math::
-        W' = \sum_i \rho_i u_i v_i + \operatorname{mean}_c (W_c' - W_c) , \qquad
+    .. math:: W' = \sum_i \rho_i u_i v_i + \sum_{ij} \max(\sigma_i, \sigma_j)\, M_{ij} , \qquad
         \rho_i = \sum_c w_c \pi_{ci} \omega_{ci}
 
-    if clients have several keep ratios; with one, :math:`\rho_i` is 1 for every term that a client could hold. So terms
-    that no client could hold are lost, and those that only larger clients could hold shrink in each round: otherwise
-    they would pull the weight to these clients' examples. Where there are such, what is learned of them shrinks too: of
-    the mean change from the right vector of term j to the left one of i, :math:`\max(\rho_i, \rho_j)` remains. Server
-    optimizers are given what remains whole: the rest is learned again in each round, and would fill their momentum.
+    where :math:`M_{ij}` is the part of the mean change from the right vector of term j to the left one of i, and
+    :math:`\sigma_i` is 1 for what clients of every keep ratio could hold, else :math:`\rho_i`; with one keep ratio,
+    :math:`\rho_i` is 1 or 0, and M stays whole. So what only larger clients could hold shrinks: otherwise it would pull
+    the weight to their examples; and server optimizers, whose momentum it would fill, are not given it.
 
     Args:
         u: Left vectors before training, of all terms or of the first ones, up to the last that some client could hold.
         v: Right vectors of these terms.
         cohort: The clients that take part.
         held_rows: As for `LayerMean`.
-        reach: The factors :math:`\rho`, shape ``(N,)``, on the CPU.
+        draws: How clients draw terms, which determines :math:`\rho` and :math:`\sigma`.
         matrix: The weight before training, shape ``(c_out, c_in k)``.
     """
 
     def __init__(
-        self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None, reach: Tensor, matrix: Tensor
+        self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None, draws: TermDraws, matrix: Tensor
     ) -> None:
         super().__init__(u, v, cohort, held_rows)
-        self._reach, self._before_training = reach, matrix
-        self._shrinks = bool(((reach != 0.0) & (reach != 1.0)).any())
+        self._reach, self._before_training = draws.reach, matrix
+        common = torch.stack([plan.inclusion_probs > 0 for plan in draws.groups.values()]).all(dim=0)
+        self._shares = self._reach.masked_fill(common, 1.0)
+        self._shrinks = bool(((self._shares != 0.0) & (self._shares != 1.0)).any())
 
     @property
     def visited(self) -> Tensor:
-        among_first = super().visited
-        return F.pad(among_first, (0, len(self._reach) - len(among_first)))
+        return F.pad(super().visited, (0, len(self._reach) - len(self.v)))
 
     @property
     def truncates(self) -> bool:
         return bool((self._reach != 1.0).any())
 
-    @cached_property
-    def _bases(self) -> list[Tensor]:  # of the left and of the right vectors
-        return [torch.linalg.qr(vectors.double()).Q for vectors in (self.u[: self.held_rows], self.v.mT)]
-
     def weight_change(self) -> Tensor:
-        return self._remaining((self._reach >= 1.0).double())
+        return self._learned(lambda share: (share >= 1.0).to(share))
 
-    def _remaining(self, shares: Tensor) -> Tensor:
-        """The mean change; where terms shrink, times the larger of the shares of a left and of a right vector."""
+    def _learned(self, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """The mean change; where terms shrink, times a part of the larger share of a left and of a right vector."""
         if not self._shrinks:
             return super().weight_change()
-        (u, v), change = self._bases, self.running.change("matrix")
-        of_u, of_v = (shares[: basis.shape[1]].to(u) for basis in (u, v))
-        twice = u @ (u.mT @ change @ v * torch.minimum(of_u[:, None], of_v)) @ v.mT
-        return with_absent_rows((u * of_u) @ (u.mT @ change) + (change @ v * of_v) @ v.mT - twice, len(self.u))
+        change, vectors = self.running.change("matrix").to(self._exact_type), (self.u[: self.held_rows], self.v.mT)
+        u, v = (torch.linalg.qr(each.to(change)).Q for each in vectors)
+        of_u, of_v = (self._shares[: basis.shape[1]].to(u) for basis in (u, v))
+        left = u.mT @ change
+        rows = part(of_u)[:, None] * left - (left @ v * part(torch.minimum(of_u[:, None], of_v))) @ v.mT
+        return with_absent_rows((u @ rows + (change @ v * part(of_v)) @ v.mT).double(), len(self.u))
 
     def truncation(self) -> Tensor:
         kept, exact = torch.nonzero(self._reach).flatten().to(self.v.device), self._exact_type
         u, v = self.u[: self.held_rows, kept].to(exact), self.v[kept].to(exact)
         lost = torch.addmm(self._before_training[: self.held_rows].to(exact), u * self._reach.to(u)[kept], v, alpha=-1)
-        learned = self.weight_change() - self._remaining(self._reach) if self._shrinks else 0.0
+        learned = self._learned(lambda share: (share >= 1.0).to(share) - share) if self._shrinks else 0.0
         return with_absent_rows(lost, len(self.u)) + learned

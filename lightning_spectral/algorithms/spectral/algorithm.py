@@ -467,7 +467,7 @@ class SpectralHalf(DenseHalf):
             """
             held_rows = blocks[name].held_rows
             if name in loses:
-                return MeanWithinReach(u, v, cohort, held_rows, draws[name].reach, matrices[name])
+                return MeanWithinReach(u, v, cohort, held_rows, draws[name], matrices[name])
             return (choice.aggregation or TermMeans()).open(u, v, cohort, held_rows)
 
         layers = {name: LayerRound(draws[name], mean_of(name, u, v)) for name, (_, u, v) in terms.items()}

@@ -364,8 +364,8 @@ class MeanChange(RunningMean):
         near &= not (self.is_fixed and self.counts)  # which are not added again
         if near and len({tensors[name].dtype for name in small}) == 1:
             given = torch.cat([tensors[name].reshape(-1) for name in small])
-            steps = (given if is_change else given - starts).double()  # scaled exactly, so the product is rounded once
-            together.add_(steps.mul_(scale).mul_(weight_in_steps).round_().long())
+            steps = (given if is_change else given - starts) * scale  # exact, float64, so the product is rounded once
+            together.add_(steps.mul_(weight_in_steps).round_().long())
         else:
             small = {}
         for name, before in self._rows.items():

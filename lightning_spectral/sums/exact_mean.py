@@ -223,7 +223,7 @@ class MeanChange(RunningMean):
     entries. Slice i averages over holders, :math:`\sum_c w_c \Delta_{ci} / \sum_c w_c`; others stay.
 
     Args:
-        before: The whole tensors that clients started from, by name; they stay as they are while clients are added.
+        before: The whole tensors that clients started from, by name; they are read again for every client.
         total_weight: Sum of the weights of all clients asked.
         absolute: Whether weights are used as they are, as the coefficients of an unbiased estimate, and not divided by
             their sum. The mean of a slice is then multiplied by the sum of the weights of all clients that reported,
@@ -292,16 +292,14 @@ class MeanChange(RunningMean):
         return {name: 2.0 ** max(math.frexp(x)[1], 0) if can_be_summed(x) else 1.0 for name, x in magnitudes}
 
     @cached_property
-    def _small(self) -> tuple[Tensors, Tensor, Tensor, Tensor]:
-        """Small tensors, which clients hold whole, and, one after another, their values, factors and sums."""
+    def _small(self) -> tuple[Tensors, Tensor]:
+        """Small tensors, which all clients hold whole, and their sums, one after another, of which each has a view."""
         whole = {n: t for n, t in self._rows.items() if t.ndim == 1 and n not in self._dims}
         kinds = [(t.dtype, t.device) for t in whole.values() if t.dtype in (torch.float32, torch.float64)]
         rows = {n: t for n, t in whole.items() if (t.dtype, t.device) in kinds[:1] and len(t) <= SMALL}
         together = torch.cat([self._sums[name] for name in rows] or [torch.empty(0)])
         self._sums |= zip(rows, torch.split(together, [len(t) for t in rows.values()]), strict=True)
-        factors = [torch.full_like(t, self._factor(name, 1.0), dtype=torch.float64) for name, t in rows.items()]
-        starts, scale = (torch.cat([*parts] or [torch.empty(0)]) for parts in (rows.values(), factors))
-        return rows, starts, scale, together
+        return rows, together
 
     def totals(self, coarse: Collection[str]) -> list[Tensor]:
         return [*self._sums.values(), *self.held.values(), *map(self._coarse_sum, sorted(coarse))]
@@ -359,13 +357,15 @@ class MeanChange(RunningMean):
                         f"{name!r} has {magnitude:g} {when} local training."
                     )
         weight_in_steps = self.weights.in_steps(weight) if self.is_fixed else self.weights.add(weight)
-        small, starts, scale, together = self._small
+        small, together = self._small
         near = all(self._largest[name] + magnitudes[name] <= NEAR * self._units[name] for name in small)
         near &= not (self.is_fixed and self.counts)  # which are not added again
         if near and len({tensors[name].dtype for name in small}) == 1:
-            given = torch.cat([tensors[name].reshape(-1) for name in small])
-            steps = (given if is_change else given - starts) * scale  # exact, float64, so the product is rounded once
-            together.add_(steps.mul_(weight_in_steps).round_().long())
+            given, starts = (torch.cat([each[name].reshape(-1) for name in small]) for each in (tensors, small))
+            steps = (given if is_change else given - starts).double()
+            factors = [self._factor(name, weight_in_steps) for name in small]
+            torch._foreach_mul_(torch.split(steps, [len(t) for t in small.values()]), factors)
+            together.add_(steps.round_().long())
         else:
             small = {}
         for name, before in self._rows.items():

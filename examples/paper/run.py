@@ -188,7 +188,8 @@ def chosen(args: argparse.Namespace) -> list[Experiment]:
     experiments = [read(name, args.scale) for name in args.experiments or names()]
     asked = {"--rows": args.rows, "--tasks": args.tasks, "--keep-ratios": args.keep_ratios}
     cells = [cell.names for one in experiments if isinstance(one, Grid) for cell in one.cells]
-    for (option, wanted), there in zip(asked.items(), map(dict.fromkeys, zip(*cells, strict=True)), strict=True):
+    columns = list(zip(*cells, strict=True)) or [()] * len(asked)  # a figure has none of them
+    for (option, wanted), there in zip(asked.items(), map(dict.fromkeys, columns), strict=True):
         if lost := [name for name in wanted if plain(name) not in map(plain, there)]:
             raise ValueError(f"{option}: there is no {', '.join(lost)}; there are {', '.join(there)}")
     return [one.choose(*asked.values()) if isinstance(one, Grid) else one for one in experiments]

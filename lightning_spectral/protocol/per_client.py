@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
@@ -31,14 +30,13 @@ class Assigned(Generic[T]):
 
     values: tuple[T, ...]
     indices: Tensor
-    _indices = cached_property(lambda self: self.indices.numpy())  # in which one number is read many times as fast
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def of(self, client_id: int) -> T:
         """The value of one client."""
-        return self.values[int(self._indices[client_id])]
+        return self.values[int(self.indices[client_id])]
 
 
 def check_entries(argument: str, value: Any, rule: Rule) -> Any:

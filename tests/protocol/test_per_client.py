@@ -120,7 +120,7 @@ def test_a_million_clients_with_one_value_take_one_number_in_memory(
 
 def test_ids_out_of_range_have_no_value() -> None:
     for value in (0.5, {0.5: 0.5, 1.0: 0.5}, [0.5, 1.0, 0.5]):
-        with pytest.raises(IndexError, match="index 3 is out of bounds for axis 0 with size"):
+        with pytest.raises(IndexError, match="index 3 is out of bounds for dimension 0 with size"):
             keep_ratios(value, 3, seed=0).of(3)
 
 

@@ -71,6 +71,18 @@ def test_every_plan_names_networks_setups_and_servers_that_exist(study):
     assert len({spec.path for spec in set(specs)}) == len(set(specs)), "two runs would share a file"
 
 
+@pytest.mark.parametrize("setup", ["narrow net", "width x terms"])
+@pytest.mark.parametrize("net", ["plain, BatchNorm", "transformer"])
+def test_another_network_for_all_costs_the_bytes_of_terms_or_a_little_less(study, net, setup):
+    def round_bytes(setup: str) -> int:
+        network, ratio = study.setups.of_all(setup, 0.1, study.tasks.Classifier(net, 0.1, 1))
+        algorithm = study.setups.algorithm_of(setup, ratio, network)
+        share = 1.0 if isinstance(algorithm, ls.FedAvg) else ratio
+        return ls.cost_table(network, algorithm, [share], study.setups.EXAMPLES).at[share].round_bytes
+
+    assert 0.75 <= round_bytes(setup) / round_bytes("sharding") <= 1
+
+
 @pytest.mark.parametrize("plan", ["near_iid", "extreme", "skewed", "fashion", "papers", "steps"])
 def test_what_is_compared_has_the_same_steps_of_the_server(study, plan):
     """Each algorithm of a plan with each step: no row of a table has another optimizer than its neighbours."""
@@ -121,19 +133,21 @@ def plan_of_one(study: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return start
 
 
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
-    ("end", "searched", "best"),
-    [(0.9, {0.2}, 0.2), *((end, {0.1, 0.2}, 0.1) for end in (0.86, 0.2, None))],
+    ("end", "best"),
+    [(0.9, 0.2), *((end, 0.1) for end in (0.86, 0.2, None))],
     ids=["right", "worse", "chance", "diverged"],
 )
-def test_further_seeds_run_at_the_best_rate_and_one_that_is_too_large_for_another_seed_is_halved_for_all(
-    study, made_up, plan_of_one, end, searched, best
-):
-    """The report reads only the runs at that rate."""
+def test_a_rate_that_is_too_large_for_another_seed_is_not_the_best_one(study, made_up, plan_of_one, end, best, seed):
+    """The ladder is climbed on two seeds; half of its best rate is tried if that is too large for the third one."""
     for rung in study.plans.missing("near_iid"):
-        made_up(rung, (0.9 if rung.seed == 0 else end) if rung.lr == 0.2 else 0.89)
+        at_best = end if rung.seed == seed else 0.9
+        made_up(rung, {0.05: 0.88, 0.1: 0.89, 0.2: at_best}.get(rung.lr, 0.1))
     runs = study.plans.results()
-    assert {run["lr"] for run in runs if run["seed"]} == searched
+    of_two = {run["lr"] for run in runs if run["seed"] == 1}
+    assert of_two == ({0.05, 0.1, 0.2} if best == 0.1 and seed == 1 else {0.1, 0.2}) | {0.4}
+    assert {run["lr"] for run in runs if run["seed"] == 2} == {best} | ({0.2} if seed == 2 else set())
     assert [(run["seed"], run["lr"]) for run in study.plans.reported(runs)] == [(seed, best) for seed in range(3)]
 
 

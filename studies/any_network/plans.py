@@ -1,6 +1,7 @@
-"""The runs of the study: a ladder of learning rates for each contender, and two more seeds at its best one.
+"""The runs of the study: a ladder of learning rates for each contender.
 
-And at half of that one, where it is too large for another seed.
+For most, it is then climbed on the mean of two seeds, and its best rate has a third one; and so has half of that rate,
+where it is too large for one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import read_runs
-from setups import ALLOCATED, ESTIMATED, FEW_LABELS, LARGE, NARROW, ONLY_ON, OTHER_SYSTEMS, SETUPS, KeepRatio
+from setups import (
+    ALLOCATED,
+    ESTIMATED,
+    FEW_LABELS,
+    LARGE,
+    NARROW,
+    ONLY_ON,
+    OTHER_SYSTEMS,
+    SETUPS,
+    WIDTH_AND_TERMS,
+    KeepRatio,
+)
 from tasks import TIED
 
 OUTPUT = Path("outputs/any_network")
@@ -25,7 +37,7 @@ NUM_ROUNDS = 100
 NETS = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "residual", "residual, zero init", "transformer")
 NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
 MAIN = ("FedAvg", "sharding")
-LAYOUTS = ("Tucker factors", NARROW)
+LAYOUTS = ("Tucker factors", NARROW, WIDTH_AND_TERMS)
 ALL_CLIENTS = ("FedAvg", f"{LARGE}FedAvg", NARROW)  # one network for all clients, or for some
 WITH_ESTIMATES = tuple(setup for setup in SETUPS if setup.startswith(ESTIMATED))
 TWO_CAPACITIES = ("HeteroFL", "FedRolex", "FedHM", "sharding")
@@ -40,6 +52,7 @@ HOOKED = tuple(f"{FEW_LABELS}{setup}" for setup in ("FedHM", NARROW, "FedAvg", "
 BOTH = ("averaging", "momentum")  # steps of the server
 PUBLISHED = ("Collective, published", "TopN, published")
 FIRST_RATE, ADAMW_RATE = 0.1, 0.004  # the rung on which a ladder begins, for SGD and for AdamW
+TWO_SEEDS = (0, 1)
 RUNGS = 5  # a ladder ends this many factors of two from there
 LEARNS = 0.3  # accuracy of whatever learns at all; a ladder on which nothing does is climbed to both ends
 TOO_LARGE = 0.03  # a rate is too large for a seed that ends so far below the one for which it is best
@@ -205,15 +218,8 @@ PLANS: dict[str, Callable[[], Iterator[Spec | None]]] = {
         untied,
     )
 }
-THREE_SEEDS = (
-    "near_iid",
-    "extreme",
-    "skewed",
-    "fifth",
-    "layouts",
-    "few_labels",
-    "tied_hooks",
-)  # plans whose best rates have two more seeds
+# plans whose ladders are of two seeds, and whose best rates have one more
+THREE_SEEDS = ("tied", "tied_hooks", "near_iid", "extreme", "skewed", "fifth", "layouts", "few_labels")
 
 
 def missing(plan: str) -> Iterator[Spec]:
@@ -223,12 +229,13 @@ def missing(plan: str) -> Iterator[Spec]:
         yield from climb(start)
     if plan in THREE_SEEDS:
         for start in starts:
+            yield from climb(start, TWO_SEEDS)
             yield from further_seeds(start)
 
 
 def further_seeds(start: Spec) -> Iterator[Spec]:
-    """Yield two more seeds at the best rate of a ladder, and at half of it where that is too large for one of them."""
-    best = replace(start, lr=best_rate(start))
+    """Yield a third seed at the best rate of a ladder, and at half of it where that is too large for one of them."""
+    best = replace(start, lr=best_rate(start, TWO_SEEDS))
     others = [replace(best, seed=seed) for seed in (1, 2)]
     yield from (spec for spec in others if not spec.path.exists())
     ends = [final(run, "val") for spec in (best, *others) if (run := result(spec)) is not None]
@@ -237,17 +244,22 @@ def further_seeds(start: Spec) -> Iterator[Spec]:
         yield from (spec for spec in halves if not spec.path.exists())
 
 
-def climb(start: Spec) -> Iterator[Spec]:
-    """Yield rungs of a ladder until both neighbours of the best one are worse."""
-    while left := [rung for rung in rungs_to_try(start) if not rung.path.exists()]:
-        yield left[0]
-        if not left[0].path.exists():  # another process trains it
+def climb(start: Spec, seeds: Sequence[int] = (0,)) -> Iterator[Spec]:
+    """Yield rungs of a ladder until both neighbours of the best one are worse in the mean of some seeds."""
+
+    def missing_runs() -> Iterator[Spec]:
+        rungs = rungs_to_try(start, seeds)
+        return (run for rung in rungs for seed in seeds if not (run := replace(rung, seed=seed)).path.exists())
+
+    while (run := next(missing_runs(), None)) is not None:
+        yield run
+        if not run.path.exists():  # another process trains it
             return
 
 
-def rungs_to_try(start: Spec) -> list[Spec]:
+def rungs_to_try(start: Spec, seeds: Sequence[int] = (0,)) -> list[Spec]:
     """Return the best rung so far and its neighbours; all of them if that has learned nothing."""
-    rungs, best = ladder(start), best_rate(start)
+    rungs, best = ladder(start), best_rate(start, seeds)
     run = result(replace(start, lr=best))
     if run is not None and final(run, "val") < LEARNS:
         return rungs
@@ -259,9 +271,15 @@ def ladder(start: Spec) -> list[Spec]:
     return [replace(start, lr=start.lr * 2.0**step) for step in (*range(RUNGS + 1), *range(-1, -RUNGS - 1, -1))]
 
 
-def best_rate(start: Spec) -> float:
-    """Return the best learning rate of a ladder by validation accuracy, so far as it was climbed."""
-    found = {rung.lr: final(run, "val") for rung in ladder(start) if (run := result(rung)) is not None}
+def best_rate(start: Spec, seeds: Sequence[int] = (0,)) -> float:
+    """Return the best learning rate of a ladder by the mean validation accuracy of seeds, so far as it was climbed."""
+    found: dict[float, float] = {}
+    for rung in ladder(start):
+        runs = [run for seed in seeds if (run := result(replace(rung, seed=seed))) is not None]
+        if len(runs) == len(seeds):
+            found[rung.lr] = mean(final(run, "val") for run in runs)
+    if not found and len(seeds) > 1:  # no rung has all seeds yet
+        return best_rate(start, seeds[:1])
     return max(found, key=lambda rate: (found[rate], -abs(rate - start.lr)), default=start.lr)
 
 
@@ -292,7 +310,8 @@ def at_best_rate(one: tuple[Any, ...], runs: Iterable[Mapping[str, Any]]) -> Seq
     at: dict[float, list[Mapping[str, Any]]] = defaultdict(list)
     for run in runs:
         at[run["lr"]].append(run)
-    as_many = [own for own in at.values() if len(own) == len(at[best_rate(start)])]
+    seeds = (0,) if next(climb(start, TWO_SEEDS), None) else TWO_SEEDS
+    as_many = [own for own in at.values() if len(own) == len(at[best_rate(start, seeds)])]
     return max(as_many, key=lambda own: mean(final(run, "val") for run in own))
 
 

@@ -27,13 +27,11 @@ from setups import (
     ESTIMATED,
     FEW_LABELS,
     LARGE,
-    NARROW,
     OWN_ROUNDS,
     SERVERS,
     algorithm_of,
     few_label_hooks,
-    narrowed,
-    smallest,
+    of_all,
 )
 from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, Classifier, deal, second_half
 
@@ -53,11 +51,11 @@ def train(spec: Spec) -> dict[str, Any]:
         return record(spec, curves, {} if error else {str(spec.keep_ratio): turn}, error, begun)
 
     def federation() -> ls.FederatedModule:
-        of_all = narrowed(module, smallest(spec.keep_ratio)) if spec.setup.endswith(NARROW) else module
+        network, keep_ratio = of_all(spec.setup, spec.keep_ratio, module)
         return ls.FederatedModule(
-            of_all,
-            algorithm=algorithm_of(spec.setup, spec.keep_ratio, of_all),
-            local_hooks=few_label_hooks(of_all, spec.num_rounds) if spec.setup.startswith(FEW_LABELS) else [],
+            network,
+            algorithm=algorithm_of(spec.setup, keep_ratio, network),
+            local_hooks=few_label_hooks(network, spec.num_rounds) if spec.setup.startswith(FEW_LABELS) else [],
             clients_per_round=CLIENTS_PER_ROUND,
             local_epochs=LOCAL_EPOCHS,
             server_optimizer=SERVERS[spec.server],

@@ -19,6 +19,7 @@ import lightning_spectral as ls
 from lightning_spectral.server.optimizers import FedOptimizer
 
 NARROW = "narrow net"  # another module, so another network for all
+WIDTH_AND_TERMS = "width x terms"  # terms of another module, which has three quarters of the channels
 FEW_LABELS = "few labels: "  # a setup with the hooks for clients with few labels
 ESTIMATED = "averages estimated: "  # a setup with BatchNorm averages of all training data for evaluation
 LARGE = "second half: "  # a setup without the clients of the smaller keep ratio
@@ -124,12 +125,27 @@ def smallest(keep_ratio: KeepRatio) -> float:
     return min(MIXED[keep_ratio]) if isinstance(keep_ratio, str) else keep_ratio
 
 
-def narrowed(module: Any, keep_ratio: float) -> Any:
-    """The network with fewer channels that all clients train alone, at no more bytes than the terms."""
-    algorithm = at_equal("budget_bytes", "round_bytes")(keep_ratio, module)
-    assert isinstance(algorithm, ls.WidthSharding)
-    assert isinstance(algorithm.keep_ratio, float)
-    return ls.algorithms.narrow_model(ls.FederatedModule(module, algorithm=algorithm), algorithm.keep_ratio)
+def of_all(setup: str, keep_ratio: KeepRatio, module: Any) -> tuple[Any, KeepRatio]:
+    """Return the network that all clients share, and its keep ratio, for the bytes of terms of the whole module."""
+    if setup.endswith(NARROW):
+        algorithm = at_equal("budget_bytes", "round_bytes")(smallest(keep_ratio), module)
+        assert isinstance(algorithm, ls.WidthSharding)
+        assert isinstance(algorithm.keep_ratio, float)
+        return at_width(algorithm.keep_ratio, module), keep_ratio
+    if setup.endswith(WIDTH_AND_TERMS):
+        assert isinstance(keep_ratio, float), "equal clients"
+        bytes_of_terms = ls.cost_table(module, ls.SpectralSharding(), [keep_ratio], EXAMPLES).at[keep_ratio].round_bytes
+        network = at_width(0.75, module)
+        fits = ls.largest_that_fits(network, ls.SpectralSharding(), EXAMPLES, budget_bytes=bytes_of_terms)
+        assert isinstance(fits, float)
+        return network, fits
+    return module, keep_ratio
+
+
+def at_width(width: float, module: Any) -> Any:
+    """The network with the first of its channels, as another module."""
+    algorithm = ls.WidthSharding(keep_ratio=width, plan=ls.nn.width_plan(module, EXAMPLES))
+    return ls.algorithms.narrow_model(ls.FederatedModule(module, algorithm=algorithm), width)
 
 
 def few_label_hooks(module: nn.Module, num_rounds: int) -> list[ls.client.LocalHook]:
@@ -170,6 +186,7 @@ SETUPS: dict[str, Setup] = {
     # other layouts, for the same bytes
     "Tucker factors": sharding(layers=ls.LayerChoices(convolutions="tucker")),
     NARROW: dense,
+    WIDTH_AND_TERMS: sharding(),
     # for clients that differ in capacity
     "FedHM, spectral start": sharding(ls.TopN()),
     "FedHM, Tucker factors": lambda ratios, module: HosvdSharding.published(
@@ -198,7 +215,7 @@ SETUPS: dict[str, Setup] = {
 ALLOCATED = tuple(f"sharding, {kind}" for kind in ALLOCATIONS)
 OWN_ROUNDS = ("FeDLRT",)  # systems with rounds of their own, which are no algorithms of the package
 OTHER_SYSTEMS = (*tuple(SETUPS)[list(SETUPS).index("HeteroFL") :], *OWN_ROUNDS)
-WITH_HOOKS = ("FedAvg", NARROW, "sharding", "Tucker factors", "FedHM")
+WITH_HOOKS = ("FedAvg", NARROW, "sharding", "Tucker factors", WIDTH_AND_TERMS, "FedHM")
 SETUPS |= {f"{FEW_LABELS}{name}": SETUPS[name] for name in WITH_HOOKS}
 CONVOLUTIONAL = ("plain, GroupNorm", "plain, BatchNorm", "residual", "residual, zero init")
 NOT_RESIDUAL = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "transformer")

@@ -37,7 +37,7 @@ class GroupPlan:
         design: Fitted once; every client's draw comes from it.
         weights: The weights of the group's clients in the average over the cohort, which sum to one over all groups,
             shape ``(C,)``, float64.
-        dealt: The terms of each unit, by its key, for a design that draws for the whole group at once.
+        dealt: The terms of each unit, by its key, if they are drawn for the whole group at once, or certain.
     """
 
     inclusion_probs: Tensor
@@ -200,6 +200,8 @@ def plan_draws(
         if chosen.draws_cohort:
             generator = derived_generator(cohort.seed, "terms of a group", cohort.round_idx, str(ratio), name)
             dealt = dict(zip((unit.key for unit in units), fitted.draw(len(units), generator), strict=True))
+        elif torch.equal(certain := probs == 1.0, probs > 0.0):  # nothing is left to chance
+            dealt = dict.fromkeys((unit.key for unit in units), certain.nonzero().squeeze(1))
         multipliers = chosen.multipliers(probs, omega, len(units))
         plans[name][ratio] = GroupPlan(probs, multipliers, fitted, cohort.weights_of(units), dealt)
     return {name: TermDraws(name, s, plans[name], strategy) for name, s in spectra.items()}

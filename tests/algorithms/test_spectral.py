@@ -104,6 +104,12 @@ def test_each_group_is_planned_for_its_own_size() -> None:
         assert torch.equal(plan.multipliers, omega)
 
 
+def test_terms_that_are_certain_are_those_of_a_draw() -> None:
+    opened, ((_, receipt), *_) = draw(ls.SpectralSharding(ls.TopN()), net(), [0.3] * 3)
+    for name, of_matrix in opened.term_draws.items():
+        assert torch.equal(receipt.drawn[name], of_matrix.groups[0.3].design.draw(1, torch.Generator())[0])
+
+
 def test_the_designs_of_all_matrices_are_fitted_in_one_call_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     fit_all = ls.designs.ConditionalPoisson.fit_all

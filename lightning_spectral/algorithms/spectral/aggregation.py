@@ -3,10 +3,10 @@
 # Annotations are evaluated eagerly, as in `base.py`.
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -157,35 +157,31 @@ class MeanOfMatrices(LayerMean):
     exact zeros, however the factors were rounded.
     """
 
+    counts: ClassVar[Sequence[str]] = ("holders", "multiples")
+
     def __init__(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> None:
         super().__init__(u, v, held_rows)
         of_terms, zero = torch.zeros(len(v), device="cpu"), u.new_zeros(())  # what is known of terms stays on the CPU
-        matrix = zero.expand(len(u[:held_rows]), v.shape[1])
-        like = {"holders": of_terms, "multiples": of_terms, "matrix": matrix}
-        self.running = sum_of(like, cohort, counts=("holders", "multiples"))
+        like = dict.fromkeys(self.counts, of_terms) | {"matrix": zero.expand(len(u[:held_rows]), v.shape[1])}
+        self.running = sum_of(like, cohort, self.counts)
+        self._exact_type = torch.promote_types(u.dtype, torch.float32)  # sums of few small products lose nothing in it
 
     @property
     def visited(self) -> Tensor:
-        _, holders = next(self.running.finish())
-        return holders > 0
+        return self.running.change("holders") > 0
 
     @cached_property
     def _before(self) -> tuple[float, ...]:
         """The largest magnitude of each factor before training."""
         return tuple(largest_magnitudes({"u": self.u, "v": self.v}).values())
 
-    @property
-    def _exact_type(self) -> torch.dtype:
-        """That of the weight if it has single precision or more: sums of few small products lose nothing in it."""
-        return torch.promote_types(self.u.dtype, torch.float32)
-
     def add(self, client: TrainedTerms, weight: float) -> None:
         (drawn, multipliers, *_), matrix = client.sent, self._matrix(client)
-        holders, multiples = torch.tensor([[0.0], [-1.0]], dtype=torch.float64, device="cpu").repeat(1, len(self.v))
-        holders[drawn], multiples[drawn] = 1.0, multipliers.double() - 1.0
-        largest = largest_magnitudes(counted := {"holders": holders, "multiples": multiples})
+        holders = torch.zeros(len(self.v), dtype=torch.float64, device="cpu").index_fill(0, drawn, 1.0)
+        tensors = {"holders": holders, "multiples": holders.index_copy(0, drawn, multipliers.double()) - 1.0}
+        largest = largest_magnitudes({name: tensors[name] for name in self.counts})
         largest["matrix"] = largest_within(self._bound(client), lambda: matrix, NEAR)
-        self.running.add_change({**counted, "matrix": matrix}, weight, largest)  # of zeros
+        self.running.add_change({**tensors, "matrix": matrix}, weight, largest)  # of zeros
 
     def _matrix(self, client: TrainedTerms) -> Tensor:
         """How far a client's training moved its own matrix."""
@@ -254,6 +250,8 @@ class MeanWithinReach(MeanOfMatrices):
         draws: How clients draw terms, which determines :math:`\rho` and :math:`\sigma`.
         matrix: The weight before training, shape ``(c_out, c_in k)``.
     """
+
+    counts = ("holders",)
 
     def __init__(
         self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None, draws: TermDraws, matrix: Tensor

@@ -257,7 +257,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (ls.NaturalPartitioner, {"keys": "user"}, r"`keys` must list one entry .* write keys=table\['user'\]"),
     (ls.NaturalPartitioner, {"keys": {0: "romeo", 1: "juliet"}}, r"`keys` must list one entry .*, got a dict"),
     (ls.NaturalPartitioner, {"keys": {"romeo", "juliet"}}, r"`keys` must list one entry .*, got a set"),
-    (ls.NaturalPartitioner, {"keys": None}, r"`keys` must list one entry .*, got None"),
+    (ls.NaturalPartitioner, {"keys": iter("ab")}, r"`keys` must list one entry .*, got <str.*iterator"),
     (ls.NaturalPartitioner, {"keys": [0, 1], "names": 2}, r"`names` must list the keys of all clients, got 2"),
     (ls.VirtualClock, {"profiles": DEVICE, "macs": 1e6}, r"`macs` must be a function .*, got 1000000\.0"),
     (ls.VirtualClock, {"profiles": DEVICE, "macs": {}}, r"`macs` must be a function"),

@@ -264,9 +264,10 @@ def largest_that_fits(
             shown = repr(as_given) if isinstance(as_given, str) else f"{as_given:,}"
             takes = show_bytes(least) if name == "memory" else f"{least:,}"
             smaller = "take a smaller batch, " if name == "memory" else ""
+            less = "let the algorithm cut more layers" if len(candidates) > 1 else "take an algorithm that cuts layers"
             raise ValueError(
                 f"No {counted.capacity} fits `{name}={shown}`: the smallest sub-model takes {takes}. Raise the budget, "
-                f"{smaller}or let the algorithm cut more layers."
+                f"{smaller}or {less}."
             )
         return candidates[last_within(budget, needed, known)]
 

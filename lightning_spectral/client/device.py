@@ -331,9 +331,8 @@ class Instructions:
         """What each filter has kept of a client, by its own names, and the algorithm, whose name is empty."""
         kept: dict[str, dict[str, Tensor]] = {name: {} for name in ("", *self.ends)}
         for name, tensor in client_state.items():
-            end, _, own = name.partition("/")
-            keeper, own = (end, own) if end in self.ends else ("", name)
-            kept[keeper][own] = tensor
+            keeper = max((end for end in self.ends if name.startswith(f"{end}/")), key=len, default="")
+            kept[keeper][name.removeprefix(f"{keeper}/") if keeper else name] = tensor
         return kept
 
     def _of_algorithm(self, download: Download) -> Download:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -268,7 +268,7 @@ def check_one_per_example(argument: str, entries: Any) -> None:
     if isinstance(entries, str):
         remedy = f"; if it is a column, write {argument}=table[{entries!r}]"
         raise TypeError(f"`{argument}` must list one entry per example, got {entries!r}{remedy}.")
-    if isinstance(entries, Mapping | set | frozenset | type) or not isinstance(entries, Iterable):
+    if isinstance(entries, Mapping | set | frozenset | type) or not isinstance(entries, Collection):
         shown = f"a {type(entries).__name__}" if isinstance(entries, Mapping | set | frozenset) else repr(entries)
         raise TypeError(f"`{argument}` must list one entry per example, in the order of the data set, got {shown}.")
 
@@ -367,7 +367,7 @@ def _as_objects(keys: Keys) -> Sequence[Hashable]:
     if not len(keys):
         raise ValueError("`keys` must hold at least one key, got none.")
     # tensors are hashed by identity, so a list of them would make every example a separate client; so would NaN
-    odd = next((key for key in keys if isinstance(key, Tensor) or key != key), None)
+    odd = next((key for key in keys if not isinstance(key, Hashable) or isinstance(key, Tensor) or key != key), None)
     if odd is not None:
         raise ValueError(f"Keys must be hashable by value, got {odd!r}; pass a tensor, an array, or plain keys.")
     return keys

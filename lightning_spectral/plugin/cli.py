@@ -44,7 +44,7 @@ TRIED = (
     *("Subtypes: ", "Errors:", "Given value", "Does not validate", "Problem with given class_path"),
     *("Expected a path but", "Expected a <class 'NoneType'>", "Option 'models.", "Option 'modules."),
 )
-TYPE = "Expected a "  # a line for each that would do
+TYPE, GIVEN = "Expected a ", "Given value: "  # a line for each type that would do, and for what was given
 OWN = str(Path(__file__).parents[1]) + os.sep
 LIGHTNING, JSONARGPARSE = (os.path.dirname(str(package.__file__)) + os.sep for package in (lightning, jsonargparse))
 
@@ -203,7 +203,7 @@ def one_line(message: str) -> str:
     first = max(causes, key=lambda number: lines[number][0])
     depth, said = lines[first]
     if said.startswith(TYPE):
-        said = "; ".join(text for above, text in lines if above == depth and text.startswith(TYPE))
+        said = "; ".join(dict.fromkeys(text for above, text in lines if above == depth and text.startswith(TYPE)))
     keys = []
     for above, text in reversed(lines[:first]):
         if above < depth:
@@ -211,6 +211,8 @@ def one_line(message: str) -> str:
             keys += text.split('"')[1:2] if text.startswith("Parser key") else []
     if found := re.search(r"Expected a dot import path string: (\w+)(;|$)", said):
         said = f"There is no class {found[1]!r}{_nearest_class(keys[0] if keys else '', found[1])}"
+    elif said.startswith(f"{TYPE}<class") and "Got value" not in said:
+        said += next((f". Got value: {own.removeprefix(GIVEN)}" for _, own in lines if own.startswith(GIVEN)), "")
     return ": ".join(filter(None, (".".join(reversed(keys)), said)))
 
 

@@ -224,6 +224,7 @@ def by_class(labels: Tensor | None) -> Partition:
         (lambda: NaturalPartitioner(torch.zeros(2, 2)), r"one-dimensional, got shape \(2, 2\)"),
         (lambda: NaturalPartitioner(list(torch.tensor([1, 1]))), r"hashable by value, got tensor\(1\)"),
         (lambda: NaturalPartitioner(np.array([1.0, np.nan])), "hashable by value, got nan"),
+        (lambda: NaturalPartitioner([[1], [2]]), r"hashable by value, got \[1\]"),
         (lambda: NaturalPartitioner(["a", "b", "a"])(5, None, torch.Generator()), r"one key per example \(5\), got 3"),
         (lambda: NaturalPartitioner(["romeo", "juliet"], names=["romeo"]), "'juliet'"),
         (lambda: NaturalPartitioner(["romeo"], names=["romeo", "juliet", "romeo"]), "'romeo' twice"),

@@ -66,12 +66,17 @@ class LayerMean(ABC):
 
     Attributes:
         running: The sum over clients, which several processes add up; a subclass sets it.
+        truncates: Whether there may be anything in the `truncation`: by default if a subclass defines it.
     """
 
     u: Tensor
     v: Tensor
     held_rows: int | None
     running: MeanChange = field(init=False)
+    truncates: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.truncates = type(self).truncation is not LayerMean.truncation
 
     @property
     @abstractmethod
@@ -89,11 +94,6 @@ class LayerMean(ABC):
     @abstractmethod
     def weight_change(self) -> Tensor:
         """The mean change by training, float64, with rows that no client holds; exactly zero where nothing changed."""
-
-    @property
-    def truncates(self) -> bool:
-        """Whether there may be anything in the `truncation`: by default if a subclass defines it."""
-        return type(self).truncation is not LayerMean.truncation
 
     def truncation(self) -> Tensor:
         """What the matrix loses however clients train, with rows that no client holds; by default nothing.
@@ -260,25 +260,25 @@ class MeanWithinReach(MeanOfMatrices):
         self._reach, self._before_training = draws.reach, matrix
         common = torch.stack([plan.inclusion_probs > 0 for plan in draws.groups.values()]).all(dim=0)
         self._shares = self._reach.masked_fill(common, 1.0)
+        self.truncates = bool((self._reach != 1.0).any())
         self._shrinks = bool(((self._shares != 0.0) & (self._shares != 1.0)).any())
 
     @property
     def visited(self) -> Tensor:
         return F.pad(super().visited, (0, len(self._reach) - len(self.v)))
 
-    @property
-    def truncates(self) -> bool:
-        return bool((self._reach != 1.0).any())
-
     def weight_change(self) -> Tensor:
         return self._learned(lambda share: (share >= 1.0).to(share))
+
+    @cached_property
+    def _bases(self) -> Sequence[Tensor]:
+        return [torch.linalg.qr(each.to(self._exact_type)).Q for each in (self.u[: self.held_rows], self.v.mT)]
 
     def _learned(self, part: Callable[[Tensor], Tensor]) -> Tensor:
         """The mean change; where terms shrink, times a part of the larger share of a left and of a right vector."""
         if not self._shrinks:
             return super().weight_change()
-        change, vectors = self.running.change("matrix").to(self._exact_type), (self.u[: self.held_rows], self.v.mT)
-        u, v = (torch.linalg.qr(each.to(change)).Q for each in vectors)
+        change, (u, v) = self.running.change("matrix").to(self._exact_type), self._bases
         of_u, of_v = (self._shares[: basis.shape[1]].to(u) for basis in (u, v))
         left = u.mT @ change
         rows = part(of_u)[:, None] * left - (left @ v * part(torch.minimum(of_u[:, None], of_v))) @ v.mT

@@ -103,14 +103,14 @@ class FrobeniusDecay:
 
     def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
         """Attach the hook for the named sharded layers of ``module``; ``handle.remove()`` detaches it."""
-        return optimizer.register_step_pre_hook(decaying(self.coefficients, self.decoupled, optimizer, module))
+        act = decaying(self.coefficients, self.decoupled, optimizer, sharded_layers(module))
+        return optimizer.register_step_pre_hook(act)
 
 
 def decaying(
-    coefficients: Mapping[str, float], decoupled: bool, optimizer: Optimizer, module: nn.Module
+    coefficients: Mapping[str, float], decoupled: bool, optimizer: Optimizer, layers: Mapping[str, SingularTerms]
 ) -> Callable[..., None]:
     """What `FrobeniusDecay` does before each step."""
-    layers = sharded_layers(module)
     named = [(name, layers[name]) for name in coefficients]
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
@@ -143,10 +143,10 @@ class TermRates:
     before a step, before momentum.
     """
 
-    def __init__(self, module: nn.Module, clip_tau: float, clip_weight_lr: float) -> None:
+    def __init__(self, layers: Iterable[SingularTerms], clip_tau: float, clip_weight_lr: float) -> None:
         self.clip_tau = clip_tau
         self.clip_weight_lr = clip_weight_lr
-        self._layers = list(sharded_layers(module).values())
+        self._layers = list(layers)
         self._scaled: Factors = []
 
     @torch.no_grad()

@@ -140,7 +140,7 @@ def test_no_direction_of_the_weight_is_trained_faster_than_in_a_dense_layer() ->
     client = client_of(side, server, 0.5)
     side.load(client, download)
     layer = client[1]
-    rates = TermRates(client, 10.0, 0.5).factors(layer.omega)
+    rates = TermRates([layer], 10.0, 0.5).factors(layer.omega)
     u, v = layer.u.detach(), layer.v.detach()
     assert torch.linalg.matrix_norm(u * rates @ u.T, 2) + torch.linalg.matrix_norm(v.T * rates @ v, 2) <= 0.5 + 1e-6
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_spectral.functional.spectra import effective_lr_factors
 from lightning_spectral.nn import SpectralShardedLinear
+from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay, TermRates
 
 
@@ -149,7 +150,7 @@ def loaded(seed: int = 0, scale: float = 1.0) -> SpectralShardedLinear:
 
 def start(module: nn.Module, optimizer: Any, tau: float = TAU, bound: float = BOUND) -> TermRates:
     """Begin a client's turn, in which the factors act before each step."""
-    rates = TermRates(module, tau, bound)
+    rates = TermRates(sharded_layers(module).values(), tau, bound)
     act = rates.acting(optimizer)
     optimizer.register_step_pre_hook(lambda *_: act())
     rates.start_client()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain
 from statistics import fmean
 from typing import Any, ClassVar
@@ -109,10 +109,11 @@ class SpectralSide(DenseSide):
 
     def start(self, client: nn.Module, download: Download) -> StepActions:
         """Frobenius decay, then clipping, just before each step."""
-        layers, rates = sharded_layers(client), TermRates(client, self.clip_tau, self.clip_weight_lr)
+        layers = sharded_layers(client)
+        rates = TermRates(layers.values(), self.clip_tau, self.clip_weight_lr)
         rates.start_client()
-        acts: dict[int, Sequence[Callable[[], None]]] = {}
 
+        @cache
         def acting(optimizer: Optimizer) -> Sequence[Callable[[], None]]:
             groups = optimizer.param_groups
             group_of = {id(parameter): group for group in groups for parameter in group["params"]}
@@ -120,12 +121,10 @@ class SpectralSide(DenseSide):
             decays = {name: group_of[u].get(DECAY, self.frobenius_decay) for name, u in held.items() if u in group_of}
             # decoupled weight decay is a step of its own
             decoupled = isinstance(optimizer, AdamW) or any(group.get("decoupled_weight_decay") for group in groups)
-            return decaying(decays, decoupled, optimizer, client), rates.acting(optimizer)
+            return decaying(decays, decoupled, optimizer, layers), rates.acting(optimizer)
 
         def before_step(optimizer: Optimizer) -> None:
-            if id(optimizer) not in acts:
-                acts[id(optimizer)] = acting(optimizer)
-            for act in acts[id(optimizer)]:
+            for act in acting(optimizer):
                 act()
 
         return StepActions(before_step=before_step)

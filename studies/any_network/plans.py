@@ -42,8 +42,9 @@ ALL_CLIENTS = ("FedAvg", f"{LARGE}FedAvg", NARROW)  # one network for all client
 WITH_ESTIMATES = tuple(setup for setup in SETUPS if setup.startswith(ESTIMATED))
 TWO_CAPACITIES = ("HeteroFL", "FedRolex", "FedHM", "sharding")
 MATRIX_MEANS = ("FedHM, spectral start", "FedHM, Tucker factors")  # FedHM with one part changed
-IN_TIED_CASE = tuple(dict.fromkeys((NARROW, "sharding", *MATRIX_MEANS, "FedHM", *ALL_CLIENTS, *TWO_CAPACITIES))) + (
-    WITH_ESTIMATES  # last, since far behind or on one network alone
+IN_TIED_CASE = (  # those last that are far behind, or run on one network alone
+    *(NARROW, "sharding", *MATRIX_MEANS, "FedHM", "FedAvg", f"{LARGE}FedAvg", "HeteroFL", "FedRolex"),
+    *(*WITH_ESTIMATES, "sharding, attention whole"),
 )
 ON_ALL = "momentum on all terms: "  # a setup at 560c9efc and before
 WITHDRAWN = (

@@ -178,10 +178,11 @@ class MeanOfMatrices(LayerMean):
     def add(self, client: TrainedTerms, weight: float) -> None:
         (drawn, multipliers, *_), matrix = client.sent, self._matrix(client)
         holders = torch.zeros(len(self.v), dtype=torch.float64, device="cpu").index_fill(0, drawn, 1.0)
-        tensors = {"holders": holders, "multiples": holders.index_copy(0, drawn, multipliers.double()) - 1.0}
-        largest = largest_magnitudes({name: tensors[name] for name in self.counts})
-        largest["matrix"] = largest_within(self._bound(client), lambda: matrix, NEAR)
-        self.running.add_change({**tensors, "matrix": matrix}, weight, largest)  # of zeros
+        of_terms = {"holders": holders}
+        if "multiples" in self.counts:
+            of_terms["multiples"] = holders.index_copy(0, drawn, multipliers.double()) - 1.0
+        largest = largest_magnitudes(of_terms) | {"matrix": largest_within(self._bound(client), lambda: matrix, NEAR)}
+        self.running.add_change({**of_terms, "matrix": matrix}, weight, largest)  # of zeros
 
     def _matrix(self, client: TrainedTerms) -> Tensor:
         """How far a client's training moved its own matrix."""

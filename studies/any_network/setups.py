@@ -78,16 +78,27 @@ def at_equal(budget: str, need: str) -> Setup:
         algorithm = ls.WidthSharding(plan=ls.nn.width_plan(module, EXAMPLES))
 
         def width_of(ratio: float) -> float:
-            limit: Any = {
-                budget: getattr(ls.cost_table(module, ls.SpectralSharding(), [ratio], EXAMPLES).at[ratio], need)
-            }
-            width = ls.largest_that_fits(module, algorithm, EXAMPLES, **limit)
-            assert isinstance(width, float), "one budget, one answer"
-            return width
+            return as_costly(ratio, module, module, algorithm, budget, need)
 
         return replace(algorithm, keep_ratio=each(ratios, width_of))
 
     return make
+
+
+def as_costly(
+    ratio: float,
+    module: Any,
+    network: Any,
+    algorithm: ls.Algorithm,
+    budget: str = "budget_bytes",
+    need: str = "round_bytes",
+) -> float:
+    """Return the largest share of a network that costs no more than the terms of a keep ratio of a module."""
+    terms = ls.cost_table(module, ls.SpectralSharding(), [ratio], EXAMPLES).at[ratio]
+    limit: Any = {budget: getattr(terms, need)}
+    share = ls.largest_that_fits(network, algorithm, EXAMPLES, **limit)
+    assert isinstance(share, float), "one budget, one answer"
+    return share
 
 
 def by_cut_outputs(factor: float) -> Setup:
@@ -128,17 +139,11 @@ def smallest(keep_ratio: KeepRatio) -> float:
 def of_all(setup: str, keep_ratio: KeepRatio, module: Any) -> tuple[Any, KeepRatio]:
     """Return the network that all clients share, and its keep ratio, for the bytes of terms of the whole module."""
     if setup.endswith(NARROW):
-        algorithm = at_equal("budget_bytes", "round_bytes")(smallest(keep_ratio), module)
-        assert isinstance(algorithm, ls.WidthSharding)
-        assert isinstance(algorithm.keep_ratio, float)
-        return at_width(algorithm.keep_ratio, module), keep_ratio
+        by_widths = ls.WidthSharding(plan=ls.nn.width_plan(module, EXAMPLES))
+        return at_width(as_costly(smallest(keep_ratio), module, module, by_widths), module), keep_ratio
     if setup.endswith(WIDTH_AND_TERMS):
-        assert isinstance(keep_ratio, float), "equal clients"
-        bytes_of_terms = ls.cost_table(module, ls.SpectralSharding(), [keep_ratio], EXAMPLES).at[keep_ratio].round_bytes
         network = at_width(0.75, module)
-        fits = ls.largest_that_fits(network, ls.SpectralSharding(), EXAMPLES, budget_bytes=bytes_of_terms)
-        assert isinstance(fits, float)
-        return network, fits
+        return network, as_costly(smallest(keep_ratio), module, network, ls.SpectralSharding())
     return module, keep_ratio
 
 

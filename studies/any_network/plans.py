@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import read_runs
 from setups import (
     ALLOCATED,
+    CONVOLUTIONAL,
     ESTIMATED,
     FEW_LABELS,
     LARGE,
@@ -40,7 +41,7 @@ MAIN = ("FedAvg", "sharding")
 LAYOUTS = ("Tucker factors", NARROW, WIDTH_AND_TERMS)
 ALL_CLIENTS = ("FedAvg", f"{LARGE}FedAvg", NARROW)  # one network for all clients, or for some
 WITH_ESTIMATES = tuple(setup for setup in SETUPS if setup.startswith(ESTIMATED))
-TWO_CAPACITIES = ("HeteroFL", "FedRolex", "FedHM", "sharding")
+TWO_CAPACITIES = ("sharding", "FedHM", "HeteroFL", "FedRolex")
 MATRIX_MEANS = ("FedHM, spectral start", "FedHM, Tucker factors")  # FedHM with one part changed
 IN_TIED_CASE = (  # those last that are far behind, or run on one network alone
     *(NARROW, "sharding", *MATRIX_MEANS, "FedHM", "FedAvg", f"{LARGE}FedAvg", "HeteroFL", "FedRolex"),
@@ -171,13 +172,13 @@ def systems() -> Iterator[Spec | None]:
 
 def layouts() -> Iterator[Spec | None]:
     """Other layouts of a sub-model, and a narrow network for all, at the same bytes."""
-    for setup, net in product(LAYOUTS, (NETS[0], NETS[2])):
+    for setup, net in product(LAYOUTS, CONVOLUTIONAL):
         yield begin(NEAR_IID, net, setup, "momentum")
 
 
 def few_labels() -> Iterator[Spec | None]:
     """The hooks for clients with few labels, where most have one or two."""
-    for setup, net in product(("FedAvg", "sharding", *LAYOUTS), (NETS[0], NETS[2])):
+    for setup, net in product(("FedAvg", "sharding", *LAYOUTS), CONVOLUTIONAL):
         yield begin(EXTREME, net, f"{FEW_LABELS}{setup}", "momentum")
 
 

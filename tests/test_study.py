@@ -25,19 +25,8 @@ SHORT = {
     "transformer": "transformer",
 }
 MODULES = (
-    "images",
-    "tasks",
-    "server_steps",
-    "tangent",
-    "allocation",
-    "setups",
-    "plans",
-    "systems",
-    "fedlrt",
-    "run",
-    "report",
-    "mixed_digits",
-    "one_size_up",
+    *("images", "tasks", "server_steps", "tangent", "allocation", "setups", "plans"),
+    *("systems", "fedlrt", "run", "report", "mixed_digits", "one_size_up"),
 )
 
 
@@ -289,6 +278,17 @@ def test_without_a_start_the_plain_network_does_not_learn(study):
     with pytest.warns(ls.SpectralWarning, match="mostly noise"):
         run = study.run.train(spec)
     assert study.plans.final(run, "test") < 0.5
+
+
+def test_clipping_ends_what_the_warning_about_flat_losses_finds(study, monkeypatch):
+    """Its remedy works: without it, a plain network may never begin to learn where capacity goes with labels."""
+    monkeypatch.setattr(study.run, "few_label_hooks", lambda module, num_rounds: [ls.GradientClip(1.0)])
+    spec = study.plans.begin(study.tasks.TIED, "plain, GroupNorm", "sharding", "averaging", "0.1 and 0.4")
+    spec = replace(spec, seed=2, lr=0.2, num_rounds=40)
+    with pytest.warns(ls.SpectralWarning, match="hardly fallen .* clip gradients"):
+        assert study.plans.final(study.run.train(spec), "test") < 0.2
+    clipped = study.run.train(replace(spec, setup="few labels: sharding"))
+    assert study.plans.final(clipped, "test") > 0.3
 
 
 @pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")

@@ -51,8 +51,8 @@ def test_it_is_told_after_thirty_rounds_with_the_figures_and_the_remedies(told: 
     (message,) = told(seeded(flat), ls.SpectralSharding())
     assert message == (
         "Round 29: the training loss has hardly fallen since rounds 5 to 9: 2 now, 2 then. If the validation metrics "
-        "do not improve either, see whether `FedAvg()` learns on the same clients; if it does, try twice "
-        "and four times its learning rate, then a larger keep ratio."
+        "do not improve either, clip gradients with `local_hooks=[GradientClip(1.0)]`; if `FedAvg()` learns on the "
+        "same clients, also try twice and four times its learning rate, then a larger keep ratio."
     )
     assert told(seeded(flat), ls.SpectralSharding(), max_epochs=29) == []
 

@@ -487,8 +487,8 @@ class SpectralHalf(DenseHalf):
         if moment is Moment.LARGE_UPDATES and self.choice.clip_weight_lr > 1:
             return ["bound the steps along large terms and multipliers with `clip_weight_lr=1`"]
         if moment is Moment.FLAT_LOSSES and self.started:
-            ask = "see whether `FedAvg()` learns on the same clients"
-            return [f"{ask}; if it does, try twice and four times its learning rate, then a larger keep ratio"]
+            rates = "if `FedAvg()` learns on the same clients, also try twice and four times its learning rate"
+            return [f"clip gradients with `local_hooks=[GradientClip(1.0)]`; {rates}, then a larger keep ratio"]
         return super().advice(moment, opened, summary)
 
 

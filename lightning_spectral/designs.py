@@ -119,8 +119,7 @@ class JointDesign(Design):
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
         """Probabilities that terms i and j are in the same sample, shape ``(N, N)``, float64, symmetric.
 
-        The inclusion probabilities, as for :meth:`fit`, are on the diagonal; each row sums to n times its diagonal
-        entry.
+        The inclusion probabilities, as for :meth:`fit`, are the diagonal; each row sums to n times its entry there.
         """
 
 
@@ -269,8 +268,7 @@ class MinimumSupport(JointDesign):
     """The design with the fewest samples: nearly the opposite of :class:`ConditionalPoisson`.
 
     The list of samples, at most N, depends only on the inclusion probabilities and is made once, by ``fit``. Clients
-    draw from it independently, so several clients of a round may hold exactly the same terms, and most pairs of terms
-    never occur together.
+    draw from it independently, so several of a round may hold exactly the same terms, and most pairs never occur.
 
     Note:
         R's ``UPminimalsupport`` splits at random for each sample: it has the same inclusion probabilities, but any set

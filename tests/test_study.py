@@ -249,14 +249,8 @@ def test_runs_are_done_once_and_reported(study, monkeypatch):
     small, whole = sorted(sum(run["bytes_per_turn"].values()) for run in results)
     assert small < 0.8 * whole  # the first and the last layer travel whole
     study.report.main()
-    assert {path.name for path in Path("docs").iterdir()} == {
-        "runs",
-        "tables",
-        "study_tables.md",
-        "study_systems_tables.md",
-        "study.svg",
-        "study_curves.svg",
-    }
+    written = {"study_tables.md", "study_systems_tables.md", "study.svg", "study_curves.svg"}
+    assert {path.name for path in Path("docs").iterdir()} == {"runs", "tables", *written}
     assert {path.name for path in Path("docs/tables").iterdir()} == {"study.csv", "study_best.csv"}
 
 
@@ -280,15 +274,13 @@ def test_without_a_start_the_plain_network_does_not_learn(study):
     assert study.plans.final(run, "test") < 0.5
 
 
-def test_clipping_ends_what_the_warning_about_flat_losses_finds(study, monkeypatch):
+def test_clipping_ends_what_the_warning_about_flat_losses_finds(study):
     """Its remedy works: without it, a plain network may never begin to learn where capacity goes with labels."""
-    monkeypatch.setattr(study.run, "few_label_hooks", lambda module, num_rounds: [ls.GradientClip(1.0)])
     spec = study.plans.begin(study.tasks.TIED, "plain, GroupNorm", "sharding", "averaging", "0.1 and 0.4")
     spec = replace(spec, seed=2, lr=0.2, num_rounds=40)
     with pytest.warns(ls.SpectralWarning, match="hardly fallen .* clip gradients"):
         assert study.plans.final(study.run.train(spec), "test") < 0.2
-    clipped = study.run.train(replace(spec, setup="few labels: sharding"))
-    assert study.plans.final(clipped, "test") > 0.3
+    assert study.plans.final(study.run.train(replace(spec, setup="clipped: sharding")), "test") > 0.3
 
 
 @pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")

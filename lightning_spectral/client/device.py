@@ -46,15 +46,11 @@ LABELS = (
     "Classes are numbered from 0, and the last layer needs an output for each: relabel the examples in the data set, "
     "add outputs, or give the loss an `ignore_index` for examples without a class."
 )
-INTEGERS = (
-    "Cross-entropy takes classes as int64, `y.long()`, one per example, or probabilities as floats of shape (batch, "
-    "classes)."
-)
+INTEGERS = "Cross-entropy takes int64 classes, `y.long()`, one per example, or floats of shape (batch, classes)."
 # Advice to the user, by a phrase of the error message from torch
 REMEDIES = {
     "Expected more than 1 value per channel": "BatchNorm cannot train on a batch of one example: leave such last "
-    "batches out with FederatedDataModule(..., drop_last=True), and give every client, and every batch, at least two "
-    "examples.",
+    "batches out with FederatedDataModule(..., drop_last=True), and give all clients and batches two examples or more.",
     "grad can be implicitly created only for scalar outputs": "`training_step` must return one number; return the mean "
     "of the losses.",
     "element 0 of tensors does not require grad": "The loss of `training_step` depends on nothing that is trained; "

@@ -355,9 +355,10 @@ class Plain(NamedTuple):
 
 def _compared(module: nn.Module, without: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Attributes of a module and its parts that torch and Lightning do not keep for themselves; none of metrics."""
-    package, metric = package_of(module), getattr(sys.modules.get("torchmetrics"), "Metric", ())
+    package, torchmetrics = package_of(module), sys.modules.get("torchmetrics")
+    kept = [getattr(torchmetrics, kind, ()) for kind in ("Metric", "MetricCollection")]
     for path, part in module.named_modules():
-        for own, value in () if isinstance(part, (metric, torch.jit.ScriptModule)) else vars(part).items():
+        for own, value in () if isinstance(part, (*kept, torch.jit.ScriptModule)) else vars(part).items():
             name = f"{path}.{own}" if path else own
             if not (own in _KEPT_BY_TORCH or own.startswith(("_forward", "_backward")) or name in without):
                 yield name, _comparable(value, 6, package)

@@ -53,7 +53,7 @@ class Robust(Filter):
         if plan.cohort_size < self.rule.least:
             raise ValueError(
                 f"{self.rule} needs at least {self.rule.least} clients a round, got clients_per_round="
-                f"{plan.cohort_size}; raise it, or expect fewer liars."
+                f"{plan.cohort_size}; raise it, or lower the numbers of the rule."
             )
 
     def server(self, fit: Fit) -> "RobustEnd":

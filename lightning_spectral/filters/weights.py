@@ -10,6 +10,7 @@ import torch
 from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Form, Opened, Plan, ServerEnd, Unusable
 from lightning_spectral.arguments import OneOf
 from lightning_spectral.client.user_optimizer import work_of
+from lightning_spectral.errors import warn
 from lightning_spectral.filters.personal import Personal
 from lightning_spectral.participation import Sampler
 from lightning_spectral.protocol.exchange import both_ways
@@ -80,6 +81,8 @@ class WeightsEnd(ServerEnd):
             if not 0.0 <= weight < math.inf:
                 raise ValueError(f"Weights must be finite and at least 0, got {weight} for client {client_id}.")
             weighed.append(unit._replace(coefficient=float(weight)))
+        if callable(by) and weighed and not any(unit.coefficient for unit in weighed):
+            warn("`Weights` gives 0 to all clients of a round, which then leaves the model as it is.", 3)
         return weighed
 
 

@@ -130,8 +130,7 @@ def entropy_rank(singular_values: Tensor) -> float:
 def participation_rank(singular_values: Tensor) -> float:
     r"""Participation ratio :math:`1/\sum p_i^2` with :math:`p = s/\sum s`, the Renyi entropy of order two.
 
-    A number in ``[1, N]``; 0 for a zero weight. The published code of Niu et al. (2022) computes this as the effective
-    rank.
+    A number in ``[1, N]``; 0 for a zero weight. In the published code of Niu et al. (2022), the effective rank.
 
     Example:
         >>> participation_rank(torch.tensor([2.0, 1.0, 1.0]))
@@ -281,8 +280,7 @@ def decile_means(values: Tensor) -> tuple[float, float]:
     r"""Mean over the tenth of the clients with the lowest values of a metric, and over the tenth with the highest.
 
     The values have shape ``(K,)``, one per client; a tenth is :math:`\lceil K / 10 \rceil` clients. For accuracies they
-    are the "worst 10 %" and the "best 10 %" of the literature; for losses it is the other way round. NaN if any value
-    is NaN.
+    are the "worst 10 %" and the "best 10 %" of the literature; for losses, the other way round. NaN if any is NaN.
 
     Reference:
         Li et al. (2020), Fair resource allocation in federated learning, Table 1.

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_spectral.arguments import Number, Whole
 from lightning_spectral.errors import from_extra, warn
 
 LEAST_NOISE = 0.05  # below it epsilon is in the thousands, and takes minutes to compute
@@ -16,6 +17,7 @@ COARSER_BELOW = 0.25  # noise multiplier: with less, losses are so large that a 
 SLACK = 1 - 2.0**-30  # more than rounding adds to a norm
 FINENESS = 20  # bits of the noise's standard deviation that are on its grid
 Rounds = tuple[float, float, int]  # probability to take part, noise multiplier, number of rounds
+RULES = Number(above=0, at_most=1), Number(at_least=LEAST_NOISE), Whole(at_least=1)
 
 
 @lru_cache(maxsize=4096)
@@ -33,13 +35,19 @@ def epsilon(
         delta: The probability that the guarantee fails.
         before: Rounds before these that had another probability or multiplier.
 
+    Raises:
+        ValueError: If an argument is not in its range.
+
     Example:
         >>> round(epsilon(rate=0.1, noise_multiplier=1.1, num_rounds=60, delta=1e-5), 2)
         4.66
     """
+    Number(above=0, below=1)("delta", delta)
+    for of_rounds in (stretches := (*before, (rate, noise_multiplier, num_rounds))):
+        for name, rule, value in zip(("rate", "noise_multiplier", "num_rounds"), RULES, of_rounds, strict=True):
+            rule(name, value)
     with from_extra("privacy"):
         import dp_accounting as dp
-    stretches = (*before, (rate, noise_multiplier, num_rounds))
     least = min(multiplier for _, multiplier, _ in stretches)
     accountant = dp.pld.PLDAccountant(value_discretization_interval=GRID * max(1.0, (COARSER_BELOW / least) ** 2))
     for probability, multiplier, count in stretches:

@@ -12,8 +12,7 @@ from lightning_spectral.functional.checks import as_magnitudes, check_num_terms,
 
 KEEP_RATIO = Number(above=0, at_most=1, hint="it is the share of singular terms a client holds")
 GRANULARITY = Whole(at_least=1)
-# A weight in single precision determines its terms no better than this. A wider bound for narrower types would save no
-# time.
+# A weight in single precision determines its terms no better than this; a wider bound for others would save no time.
 TOLERANCE = torch.finfo(torch.float32).eps
 
 
@@ -60,8 +59,7 @@ def factorize(weight: Tensor) -> Factors:
     """Singular value decomposition of a finite weight ``(c_out, c_in, k_1, ...)``, in float64, on its device.
 
     A weight in single precision or less is decomposed through its Gram matrix where that is accurate to single
-    precision (`gram_svd`). All others go to LAPACK in the tall orientation, which is two to three times faster than the
-    wide one.
+    precision (`gram_svd`). All others go to LAPACK in the tall orientation, two to three times faster than the wide.
 
     Returns:
         `Factors` with ``N = min(c_out, c_in k)`` terms. ``U diag(s) Vh`` equals the weight up to float64 rounding. For

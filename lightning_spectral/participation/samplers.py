@@ -519,8 +519,7 @@ class Uniform(Sampler):
 
     With a design, one model and one processor per client, it draws the same cohort as
     :class:`~lightning_spectral.participation.UniformParticipation`; with ``normalize``, its coefficients are the
-    numbers of examples too. As all processors are equally likely, any design gives the same. Its arguments are those of
-    :class:`Sampler`.
+    numbers of examples too. With equal probabilities, any design gives the same. Arguments as for `Sampler`.
 
     Reference:
         The baseline "Random" of Zhang et al. (2024).
@@ -551,8 +550,7 @@ def uniform_probs(can: Tensor, active: float) -> Tensor:
 class RoundRobin(Sampler):
     """Every processor is equally likely to be active; the model it then trains rotates.
 
-    In round t, processor p trains model number (p + t) mod c of the c models that it can train. Its arguments are those
-    of :class:`Sampler`.
+    In round t, processor p trains model (p + t) mod c of the c that it can train. Arguments as for `Sampler`.
 
     Note:
         Coefficients are divided by the probability over many rounds, which is that of :class:`Uniform`. At fixed
@@ -586,8 +584,7 @@ class RoundRobin(Sampler):
 class VarianceReduced(Sampler):
     """The base of the three samplers: probabilities with the least total variance of their weighted figures.
 
-    See `assignment_probs`. With a design, as many processors are drawn as have a positive score, if that is less than
-    ``active``.
+    See `assignment_probs`. With a design, no more processors are drawn than have a positive score.
 
     Args:
         active, design, normalize: As for :class:`Sampler`.
@@ -647,8 +644,7 @@ class UpdateVarianceReduced(VarianceReduced):
 class StaleUpdateVarianceReduced(VarianceReduced):
     """MMFL-GVR*: sampling by how far the clients' updates are from the last ones that the server has stored.
 
-    It suits an algorithm that keeps these stale updates and averages only the differences. Its arguments are those of
-    :class:`VarianceReduced`.
+    It suits algorithms that keep these and average only the differences. Arguments as for `VarianceReduced`.
 
     Reference:
         Zhang et al. (2024); Jhunjhunwala et al. (2022), FedVARP.

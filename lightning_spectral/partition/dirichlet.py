@@ -65,7 +65,7 @@ class DirichletPartitioner(Partitioner):
     needs_labels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        alpha = Number(above=0, hint="use IIDPartitioner for iid clients")
+        alpha = Number(above=0, hint="towards infinity it is IIDPartitioner, towards 0 LabelsPerClient(..., 1)")
         check_fields(self, num_clients=Whole(at_least=1), alpha=alpha, symmetric=flag)
         check_fields(self, sizes=partial(check_sizes, num_clients=self.num_clients))
 
@@ -241,7 +241,7 @@ class PachinkoPartitioner(Partitioner):
             self,
             num_clients=Whole(at_least=1),
             superclasses=partial(numbers, rule=Whole(), of="class", kind="whole number"),
-            alpha=Number(above=0, hint="use IIDPartitioner for iid clients"),
+            alpha=Number(above=0, hint="towards infinity it is IIDPartitioner, towards 0 LabelsPerClient(..., 1)"),
             beta=Number(above=0),
             symmetric=flag,
         )

@@ -74,6 +74,9 @@ class LabelsPerClient(Partitioner):
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
         assert labels is not None, "__call__ checks it"
         sizes = torch.unique(labels.cpu(), return_counts=True)[1].tolist()
+        if not self.num_labels <= len(sizes) <= self.num_clients * self.num_labels:
+            rule = f"at most {len(sizes)}, the number of labels, and `num_clients` times `num_labels` at least that"
+            raise ValueError(f"`num_labels` must be {rule}; got {self}.")
         chosen_by: list[list[int]] = [[] for _ in sizes]
         for client in torch.randperm(self.num_clients, generator=generator).tolist():
             ties = torch.randperm(len(sizes), generator=generator).tolist()
@@ -81,8 +84,8 @@ class LabelsPerClient(Partitioner):
                 chosen_by[label].append(client)
         client_of_example = torch.empty(num_examples, dtype=torch.int64)
         for examples, clients in zip(torch.split(by_class(labels, generator), sizes), chosen_by, strict=True):
-            if self.num_labels > len(sizes) or not 0 < len(clients) <= len(examples):
-                what = f"{len(examples)} examples of one of {len(sizes)} labels to {len(clients)} clients"
-                raise ValueError(f"{self} cannot deal {what}; change its numbers, or add data.")
+            if len(clients) > len(examples):
+                what = f"{len(examples)} examples of a label to {len(clients)} clients"
+                raise ValueError(f"{self} cannot deal {what}; lower its numbers, or add data.")
             client_of_example[examples] = torch.tensor(clients)[torch.arange(len(examples)) % len(clients)]
         return Partition.from_assignment(client_of_example, self.num_clients)

@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch.nn.parameter import is_lazy
 
 from lightning_spectral.algorithms.base import Moment, ServerHalf, promises_of
 from lightning_spectral.algorithms.filter import check_chain
@@ -81,8 +80,6 @@ def check_trainer(trainer: pl.Trainer) -> None:
 def check_member(owner: Any, data: ServerData, participation: UniformParticipation | Sampler | None) -> None:
     """Check that a model's module, its settings and the clients of its data suit each other, before the first round."""
     module: pl.LightningModule = owner.module
-    if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
-        raise ValueError(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")
     check_averaged_parameters(module)
     if complex_valued := [name for name, parameter in module.named_parameters() if parameter.is_complex()]:
         raise ValueError(

@@ -37,7 +37,7 @@ from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, check_loadable
 from lightning_spectral.plugin.data import FederatedDataModule, MultiModelDataModule
 from lightning_spectral.plugin.hooks import FederatedHooks
-from lightning_spectral.plugin.module import FederatedModule, MultiModelModule
+from lightning_spectral.plugin.module import MOVED, FederatedModule, MultiModelModule
 
 # How lines of jsonargparse's messages begin that only say what it has tried.
 TRIED = (
@@ -98,6 +98,8 @@ class FederatedCLI(LightningCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[pl.Callback]) -> pl.Trainer:
         """Let every run keep its record, for a report; there is no public hook after the config's own callbacks."""
+        if config.get("logger") is False:  # which would have a folder of its own for the config
+            self.save_config_callback = None
         own = config.get("callbacks") or []
         if not any(isinstance(one, RoundHistory) for one in (own if isinstance(own, list) else [own])):
             callbacks = [*callbacks, RoundHistory()]
@@ -160,7 +162,8 @@ class OneLineParser(LightningArgumentParser):
         """End the process with status 2; within a larger value, raise an error with the nearest key."""
         for before, after in (("ption '", "'"), ("unrecognized arguments: --", "=")):
             if before in message:
-                message += _nearest(message.partition(before)[2].partition(after)[0], _keys(self))
+                key = message.partition(before)[2].partition(after)[0]
+                message += f"; in Python: {MOVED[key]}" if key in MOVED else _nearest(key, _keys(self))
         if message.startswith(("Problems parsing config", "Unexpected config")):
             message = f"{self._config_file}: {' '.join(message.split())}"
         if not self.exit_on_error:
@@ -211,8 +214,11 @@ def one_line(message: str) -> str:
             keys += text.split('"')[1:2] if text.startswith("Parser key") else []
     if found := re.search(r"Expected a dot import path string: (\w+)(;|$)", said):
         said = f"There is no class {found[1]!r}{_nearest_class(keys[0] if keys else '', found[1])}"
+    elif said.endswith("is abstract"):
+        said = f"Name a class first{_nearest_class(keys[0], '?')}"
     elif said.startswith(f"{TYPE}<class") and "Got value" not in said:
         said += next((f". Got value: {own.removeprefix(GIVEN)}" for _, own in lines if own.startswith(GIVEN)), "")
+    said += "; write a list, as in [TopK]" if "abc.Sequence'>" in said else ""
     return ": ".join(filter(None, (".".join(reversed(keys)), said)))
 
 

@@ -229,8 +229,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         if fits and (clip := trainer.gradient_clip_val):  # here: Lightning refuses it before `setup`, in other words
             raise ValueError(
                 f"`Trainer(gradient_clip_val={clip})` would not reach the gradients of clients; give "
-                f"FederatedModule(..., local_hooks=[GradientClip({clip})]) instead, which clips by norm in every local "
-                "step."
+                f"FederatedModule(..., local_hooks=[GradientClip({clip})]) instead, which clips by norm in each step."
             )
         configured = [owner.module.configure_callbacks() for owner in self.members.values()]
         own = [callback for found in configured for callback in (found if isinstance(found, Iterable) else [found])]

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_spectral.algorithms import Algorithm
@@ -174,6 +174,8 @@ class Member(pl.LightningModule):
         server = (self.server_optimizer or AVERAGING)(parameters)
         if not isinstance(server, Optimizer):
             raise TypeError(f"`server_optimizer` must return a torch optimizer, got {server!r}.")
+        if isinstance(server, LBFGS):
+            raise ValueError("`server_optimizer` steps once a round, without losses, which LBFGS needs; use another.")
         callbacks = getattr(self.shared.runtime.trainer, "callbacks", ())  # none where a plain loop runs the rounds
         self.algorithm.check(self.plan(optimizers=templates, server_optimizer=server, callbacks=callbacks))
         self.lasting.attach("schedules", self.schedules)

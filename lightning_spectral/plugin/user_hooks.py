@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
@@ -116,13 +117,14 @@ REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
 )
 
 # Hooks that move batches. Lightning asks the data module if that overrides a hook, else the module that it trains. It
-# warns if the latter does while there is a data module, so the wrapper has such a hook exactly when the user's module
-# does.
+# warns if the latter does while there is a data module, so the wrapper has such a hook exactly when the module does.
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def check_user_module(module: pl.LightningModule) -> None:
     """Raise ``ValueError`` with all that federated training cannot honour."""
+    if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
+        raise ValueError(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")
     name = type(module).__name__
     problems = [f"`{hook}`: {remedy}." for hook, remedy in REFUSED_HOOKS.items() if is_overridden(module, hook)]
     if not is_overridden(module, "training_step"):

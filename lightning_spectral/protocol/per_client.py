@@ -70,10 +70,8 @@ def check_entries(argument: str, value: Any, rule: Rule) -> Any:
         shares = {entry: share_of(f"{argument}[{entry!r}]", share) for entry, share in dict(pairs).items()}
         if abs(sum(shares.values()) - 1.0) > 1e-9:
             terms = " + ".join(f"{share:g}" for share in shares.values())
-            raise ValueError(
-                f"Shares of `{argument}` must sum to 1, got {terms} = {sum(shares.values()):g}; write {{value: share "
-                "of clients}."
-            )
+            given = f"{terms} = {sum(shares.values()):g}"
+            raise ValueError(f"Shares of `{argument}` must sum to 1, got {given}; write {{value: share of clients}}.")
         return shares
     if not _is_list(value):
         return plain[0]

@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import read_runs
 from setups import (
     ALLOCATED,
+    CLIPPED,
     CONVOLUTIONAL,
     ESTIMATED,
     FEW_LABELS,
@@ -180,6 +181,7 @@ def few_labels() -> Iterator[Spec | None]:
     """The hooks for clients with few labels, where most have one or two."""
     for setup, net in product(("FedAvg", "sharding", *LAYOUTS), CONVOLUTIONAL):
         yield begin(EXTREME, net, f"{FEW_LABELS}{setup}", "momentum")
+    yield begin(EXTREME, NETS[0], CLIPPED, "momentum")
 
 
 def tied() -> Iterator[Spec | None]:
@@ -194,6 +196,7 @@ def tied_hooks() -> Iterator[Spec | None]:
     """The same with the hooks for clients with few labels."""
     for setup, net in product(HOOKED, NETS):
         yield begin(TIED, net, setup, "momentum", "0.1 and 0.4")
+    yield begin(TIED, NETS[0], CLIPPED, "momentum", "0.1 and 0.4")
 
 
 def untied() -> Iterator[Spec | None]:

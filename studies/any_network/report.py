@@ -39,7 +39,7 @@ from plans import (
 from records import keep, write_csv
 from run import EVERY
 from seed_curves import draw_seeds
-from setups import FEW_LABELS, MIXED, SERVERS, SETUPS
+from setups import CLIPPED, FEW_LABELS, MIXED, SERVERS, SETUPS
 from systems import KEEP_RATIO, system_rows
 from tasks import ALPHAS, IMAGES, TIED
 
@@ -124,8 +124,10 @@ def tables(runs: Sequence[Run]) -> dict[str, Grid]:
         ", as published": [*product(PUBLISHED, BOTH)],
         ", other steps of the server": [*product(MAIN, [server for server in SERVERS if server != "averaging"])],
         ", other layouts": [(setup, "momentum") for setup in (*MAIN, *LAYOUTS)],
-        ", hooks for few labels": [(f"{FEW_LABELS}{setup}", "momentum") for setup in (*MAIN, *LAYOUTS)],
-        ", two capacities": [(setup, "momentum") for setup in (*IN_TIED_CASE, *HOOKED, *WITHDRAWN)],
+        ", hooks for few labels": [
+            (setup, "momentum") for setup in (CLIPPED, *(f"{FEW_LABELS}{one}" for one in (*MAIN, *LAYOUTS)))
+        ],
+        ", two capacities": [(setup, "momentum") for setup in (*IN_TIED_CASE, CLIPPED, *HOOKED, *WITHDRAWN)],
         ", one part changed": [(setup, "momentum") for setup in SETUPS if setup.startswith("sharding")],
     }
     parts: dict[str, Grid] = {}

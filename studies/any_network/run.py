@@ -25,12 +25,11 @@ from quiet import quiet_trainer, silence_lightning
 from records import restore, train_once
 from setups import (
     ESTIMATED,
-    FEW_LABELS,
     LARGE,
     OWN_ROUNDS,
     SERVERS,
     algorithm_of,
-    few_label_hooks,
+    hooks_of,
     of_all,
 )
 from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, Classifier, deal, second_half
@@ -55,7 +54,7 @@ def train(spec: Spec) -> dict[str, Any]:
         return ls.FederatedModule(
             network,
             algorithm=algorithm_of(spec.setup, keep_ratio, network),
-            local_hooks=few_label_hooks(network, spec.num_rounds) if spec.setup.startswith(FEW_LABELS) else [],
+            local_hooks=hooks_of(spec.setup, network, spec.num_rounds),
             clients_per_round=CLIENTS_PER_ROUND,
             local_epochs=LOCAL_EPOCHS,
             server_optimizer=SERVERS[spec.server],

@@ -21,6 +21,7 @@ from lightning_spectral.server.optimizers import FedOptimizer
 NARROW = "narrow net"  # another module, so another network for all
 WIDTH_AND_TERMS = "width x terms"  # terms of another module, which has three quarters of the channels
 FEW_LABELS = "few labels: "  # a setup with the hooks for clients with few labels
+CLIPPED = "clipped: sharding"  # with one of them alone
 ESTIMATED = "averages estimated: "  # a setup with BatchNorm averages of all training data for evaluation
 LARGE = "second half: "  # a setup without the clients of the smaller keep ratio
 MIXED = {"0.1 and 0.4": (0.1, 0.4), "0.05 and 1": (0.05, 1.0)}  # keep ratios of the two halves of the clients
@@ -153,6 +154,13 @@ def at_width(width: float, module: Any) -> Any:
     return ls.algorithms.narrow_model(ls.FederatedModule(module, algorithm=algorithm), width)
 
 
+def hooks_of(setup: str, module: nn.Module, num_rounds: int) -> list[ls.client.LocalHook]:
+    """What a setup adds to local steps."""
+    if setup == CLIPPED:
+        return [ls.GradientClip(1.0)]
+    return few_label_hooks(module, num_rounds) if setup.startswith(FEW_LABELS) else []
+
+
 def few_label_hooks(module: nn.Module, num_rounds: int) -> list[ls.client.LocalHook]:
     """What setups for few labels add to local steps."""
     *_, head = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
@@ -192,6 +200,7 @@ SETUPS: dict[str, Setup] = {
     "Tucker factors": sharding(layers=ls.LayerChoices(convolutions="tucker")),
     NARROW: dense,
     WIDTH_AND_TERMS: sharding(),
+    CLIPPED: sharding(),
     # for clients that differ in capacity
     "FedHM, spectral start": sharding(ls.TopN()),
     "FedHM, Tucker factors": lambda ratios, module: HosvdSharding.published(

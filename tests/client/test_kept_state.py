@@ -651,6 +651,7 @@ class TestNamed:
             lambda module: put(module, log=print, log_dict=print, optimizers=print),
             lambda module: put(module, _trainer=object()),
             lambda module: module.metric.update(3.0),
+            lambda module: module[0].metrics.update(3.0),
             lambda module: put(module, metric=torchmetrics.MeanMetric()),
             lambda module: put(module, same=float("nan")),
             lambda module: put(module, kept_again=threading.Lock()),
@@ -659,6 +660,7 @@ class TestNamed:
     def test_but_not_what_torch_and_lightning_keep_nor_what_is_the_same(self, change: Change) -> None:
         module = module_with(0)
         module.metric, module.same = torchmetrics.MeanMetric(), float("nan")
+        module[0].metrics = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric()})
         changed = changed_attributes(module)
         change(module)
         assert changed() == ()

@@ -102,6 +102,12 @@ def test_epsilon_of_one_round_is_that_of_a_mixture(rate: float, noise: float) ->
     assert exact - 1e-4 <= epsilon(rate, noise, 1, 1e-5) <= exact + 2e-3
 
 
+@pytest.mark.parametrize("wrong", [{"rate": 2.0}, {"noise_multiplier": 0.0}, {"num_rounds": 0}, {"delta": 1e3}])
+def test_epsilon_of_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be "):
+        epsilon(**{"rate": 1.0, "noise_multiplier": 1.0, "num_rounds": 9, "delta": 1e-3, **wrong})
+
+
 def test_epsilon_is_just_below_the_published_one() -> None:
     """McMahan et al. (2018), Table 1: 763,430 users, 5,000 a round, noise 1.0: 4.634, by looser moments."""
     assert 0.8 * 4.634 < epsilon(5000 / 763_430, 1.0, 5000, 1e-9) < 4.634

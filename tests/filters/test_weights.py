@@ -87,6 +87,10 @@ class TestMistakes:
         with pytest.raises(ValueError, match=r"Weights must be finite and at least 0, got .* for client [012]"):
             fit(seeded(LitMLP), data(), clients_per_round=2, filters=[impossible])
 
+    def test_a_round_of_weights_that_are_all_zero_is_told(self, fit: Fit) -> None:
+        with pytest.warns(ls.SpectralWarning, match="`Weights` gives 0 to all clients of a round"):
+            fit(seeded(LitMLP), data(), clients_per_round=2, filters=[Weights(lambda client_id, num_examples: 0)])
+
     def test_a_run_is_resumed_with_the_same_function_alone(self) -> None:
         names = [repr(Weights(by)) for by in (by_id, copy.copy(by_id), "uniform")]
         assert names[0] == names[1] == f"Weights(by={__name__}.by_id)"

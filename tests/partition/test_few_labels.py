@@ -65,9 +65,12 @@ def test_any_labels_come_together_equally_often() -> None:
     ("partitioner", "message"),
     [
         (ls.ShardPartitioner(5, 5), r"num_clients=5, shards_per_client=5\) cuts 25 shards, got 20 examples"),
-        (ls.LabelsPerClient(3, 5), r"num_labels=5\) cannot deal 5 examples of one of 4 labels to 3 clients"),
-        (ls.LabelsPerClient(3, 1), "5 examples of one of 4 labels to 0 clients"),
-        (ls.LabelsPerClient(12, 2), "5 examples of one of 4 labels to 6 clients"),
+        (ls.LabelsPerClient(3, 5), r"`num_labels` must be at most 4, .*; got LabelsPerClient\(.*num_labels=5\)"),
+        (ls.LabelsPerClient(3, 1), "`num_clients` times `num_labels` at least that"),
+        (
+            ls.LabelsPerClient(12, 2),
+            r"\(num_clients=12, num_labels=2\) cannot deal 5 examples of a label to 6 clients; lower its",
+        ),
     ],
 )
 def test_numbers_that_cannot_be_dealt_are_refused(partitioner: Partitioner, message: str) -> None:

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ class Command:
     """A command line with a config, in a folder of its own, and the checkpoint of its first run, of one round."""
 
     def __init__(self, folder: Path, cli: Any, config: dict[str, Any], name: str) -> None:
-        self.start, self.config, self.name = partial(cli, save_config_callback=None), config, name
+        self.start, self.config, self.name = cli, config, name
         self._folder = folder
         self.cli = self.run("fit")
         self.checkpoint = folder / "first.ckpt"

@@ -242,6 +242,8 @@ def test_a_checkpoint_has_every_row_of_a_history_and_grows_by_the_numbers_alone(
 
 
 def test_a_history_that_cannot_be_saved_or_loaded_says_why(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="`path` must be an instance of str, got 3"):
+        ls.RoundHistory(3)  # type: ignore[arg-type]
     for act in (lambda: ls.RoundHistory(config=0.2), lambda: ls.RoundHistory().save(tmp_path / "h.jsonl", config=0.2)):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"`config` must be an instance of Mapping, got 0.2"):
             act()

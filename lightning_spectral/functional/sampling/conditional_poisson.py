@@ -53,8 +53,7 @@ def fit_conditional_poisson(inclusion_probs: Tensor) -> Tensor:
 
     .. math:: \operatorname{logit} p_i = \operatorname{logit} \pi_i - \log P(N_{-i} = n-1) + \log P(N_{-i} = n),
 
-    where :math:`N_{-i}` counts the selected terms other than i. The given probabilities must sum to an integer n within
-    1e-6 n.
+    where :math:`N_{-i}` counts the other selected terms. The given probabilities sum to an integer n within 1e-6 n.
 
     Returns:
         Working probabilities p, shape ``(N,)``, float64 on the CPU, scaled so that :math:`\sum p = n`. Ones stay one

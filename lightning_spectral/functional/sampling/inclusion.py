@@ -87,8 +87,7 @@ def proportional_inclusion_probs(sizes: Tensor, num_terms: int) -> Tensor:
 
     Note:
         Algorithm 1 of the paper tries every number t of certain terms and keeps the best. The valid t form an
-        interval up to n - 1 and the error does not fall along it, so the smallest one is the optimum and no
-        search is needed.
+        interval up to n - 1 and the error does not fall along it, so the smallest is the optimum, without a search.
 
     Reference:
         Korzhenkov & Louizos (2024), Theorem 3.1 and Algorithm 1.

@@ -186,8 +186,8 @@ def _problems(layers: Mapping[str, nn.Module], plans: Sequence[LayerPlan], choic
     sharded = [layer for layer in plans if layer.sharded is not None]
     if not sharded and not any(layer.reason in (FROZEN, LOW_RANK) for layer in plans):
         problems.append(
-            "No layer of this module can be sharded; the first and the last layer stay dense unless "
-            "`keep_first_and_last_dense=False`, and `exclude` takes layers out."
+            "No layer of this module can be sharded; `exclude` takes layers out, and the first and the last stay dense "
+            "without layers=LayerChoices(keep_first_and_last_dense=False)."
         )
     largest = max((block.num_singular for layer in sharded for block in layer.blocks), default=math.inf)
     if 1 < largest <= choices.term_granularity:

@@ -196,7 +196,7 @@ class RoundHistory(RoundCallback):
     """
 
     def __init__(self, path: str | Path | None = None, config: Mapping[str, Any] | None = None) -> None:
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(check_is("path", path, str | Path))
         self.config: dict[str, Any] = dict(check_is("config", {} if config is None else config, Mapping))
         self.rows: list[dict[str, float]] = []
         self.turns, self.keeps_turns = PackedTurns(), False

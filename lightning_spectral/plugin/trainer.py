@@ -40,8 +40,8 @@ class RoundsAsSteps(pl.Callback):
     - Metrics come once per round, which Lightning should not mistake for logging too rarely.
     - Without validation data there is neither validation nor a warning that it is missing.
     - A `LearningRateMonitor` logs once per round, not twice.
-    - A `ModelCheckpoint` with a ``train_time_interval`` looks at the clock after each round. Lightning ignores the
-      interval under manual optimisation, which is what a federation is to it.
+    - A `ModelCheckpoint` with ``train_time_interval`` or ``every_n_train_steps`` looks after each round as in plain
+      Lightning, which ignores the first and warns of the second under manual optimisation, as a federation's is.
     - The profiler also records the one stage of a round that Lightning runs itself: validation.
     """
 
@@ -65,7 +65,7 @@ class RoundsAsSteps(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         as_automatic: Any = Lookalike(pl_module, automatic_optimization=True)
         for callback in trainer.checkpoint_callbacks:
-            if getattr(callback, "_train_time_interval", None) is not None:
+            if getattr(callback, "_train_time_interval", None) or getattr(callback, "_every_n_train_steps", 0):
                 callback.on_train_batch_end(trainer, as_automatic, outputs, batch, batch_idx)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

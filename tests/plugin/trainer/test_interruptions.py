@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.usefixtures("interruptible"),
     pytest.mark.filterwarnings(
         "ignore:Be aware that when using `ckpt_path`, callbacks",  # only the first part of a run saves
-        "ignore:Using ModelCheckpoint with manual optimization",  # the state after the server's step is what we want
         "ignore:Checkpoint directory .* exists and is not empty",
         "ignore:.*fit.ckpt_path=",  # OnExceptionCheckpoint looks for a checkpoint
         "ignore:.*no client is left to average",
@@ -230,7 +229,7 @@ def press_again_and_again() -> None:
             press()
             time.sleep(0.002)
 
-    threading.Thread(target=pressing, daemon=True).start()
+    threading.Thread(target=pressing, name="pressing", daemon=True).start()
 
 
 class Pressed(LitSmall):
@@ -273,6 +272,9 @@ def test_ctrl_c_in_a_client_leaves_the_server_and_saves_the_last_whole_round(
     ended.callback(signal.signal, signal.SIGINT, signal.SIG_IGN)  # it may still be pressed, if nothing was shut down
     with pytest.raises((SystemExit, KeyboardInterrupt)), ended:
         fit(module, data, **saving, **options)
+    for thread in threading.enumerate():
+        if thread.name == "pressing":  # it must not outlive what ignores it
+            thread.join()
     assert forms(module) == before
     path = ls.latest_checkpoint(tmp_path)
     if path is None and interrupt is press_again_and_again:

@@ -97,7 +97,6 @@ def test_a_run_stopped_within_a_round_begins_that_round_again(lit_mlp: Any, data
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:Be aware that when using `ckpt_path`, callbacks",
-    "ignore:Using ModelCheckpoint with manual optimization",  # the state after the server's step is what we want
 )
 def test_a_checkpoint_at_the_end_of_the_last_batch_resumes_with_the_next_round(
     lit_mlp: Any, data: Any, fit: Fit, fit_and_save: FitAndSave, tmp_path: Path

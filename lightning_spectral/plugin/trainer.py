@@ -65,7 +65,7 @@ class RoundsAsSteps(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         as_automatic: Any = Lookalike(pl_module, automatic_optimization=True)
         for callback in trainer.checkpoint_callbacks:
-            if getattr(callback, "_train_time_interval", None) or getattr(callback, "_every_n_train_steps", 0):
+            if (own := vars(callback)).get("_train_time_interval") is not None or own.get("_every_n_train_steps"):
                 callback.on_train_batch_end(trainer, as_automatic, outputs, batch, batch_idx)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -145,7 +145,7 @@ INFORMATION = ("Seed set", "GPU available", "TPU available", "💡")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("option", "message"), ON_THE_COMMAND_LINE.items())
 def test_of_options(option: str, message: str, error: Callable[[str], str]) -> None:
-    assert error(f"fit --config run.yaml {option}").startswith(message)
+    assert message in error(f"fit --config run.yaml {option}")
 
 
 @pytest.mark.sampled(2)
